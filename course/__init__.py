@@ -1,0 +1,1 @@
+"""The course's tools: one source a chapter in, one module and two notebooks out, a check that nothing drifted."""

@@ -1,0 +1,181 @@
+"""The ``course`` command: from a chapter's source to its module, notebooks and outputs, and the check of them."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from course.files import CourseError, find_root
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console(highlight=False, soft_wrap=True)
+SLOW = 30  # seconds a chapter should take at most
+Numbers = Annotated[list[str] | None, typer.Argument(metavar="[NN…]", help="Chapters by number; all by default.")]
+
+
+@app.callback()
+def main(
+    ctx: typer.Context, root: Annotated[Path | None, typer.Option(help="Repository; found upwards by default.")] = None
+):
+    """Remember the repository that the command works on."""
+    with teaching():
+        ctx.obj = root.resolve() if root else find_root(Path.cwd().resolve())
+
+
+class teaching:
+    """Turns a CourseError into its one sentence and exit status 2."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, _) -> None:
+        if isinstance(error, CourseError):
+            complain(str(error))
+            raise typer.Exit(2) from error
+
+
+def complain(message: str) -> None:
+    """Print one error to stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}")
+
+
+@app.command()
+def export(
+    ctx: typer.Context,
+    numbers: Numbers = None,
+    force: Annotated[bool, typer.Option(help="Overwrite notebooks that were edited by hand.")] = False,
+):
+    """Write modules and notebooks from the sources; a second time changes no byte."""
+    with teaching():
+        if _export(ctx.obj, numbers, force)[1]:
+            raise typer.Exit(1)
+
+
+def _export(root: Path, numbers: list[str] | None, force: bool) -> tuple[list, int]:
+    """Export the wanted chapters; returns those that worked and the number of those that did not."""
+    from course.export import export_chapter
+    from course.source import LANGUAGES, chapter_paths, load_chapter
+
+    chapters, failed = [], 0
+    for path in chapter_paths(root, numbers):
+        try:
+            chapter = load_chapter(path, root)
+            for written in export_chapter(chapter, LANGUAGES if force else ()):
+                console.print(f"wrote {written.relative_to(root)}")
+            chapters.append(chapter)
+        except CourseError as error:
+            complain(str(error))
+            failed += 1
+    return chapters, failed
+
+
+@app.command()
+def run(
+    ctx: typer.Context,
+    numbers: Numbers = None,
+    all: Annotated[bool, typer.Option("--all", help="Run chapters whose outputs are fresh, too.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Kernels at a time; each uses one thread.")] = os.cpu_count() or 1,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds one cell may take.")] = 120,
+):
+    """Export, then execute each stale chapter once and store its outputs in both languages."""
+    from course.run import is_fresh, run_chapters
+
+    with teaching():
+        chapters, failed = _export(ctx.obj, numbers, force=False)
+        stale = [chapter for chapter in chapters if all or not is_fresh(chapter)]
+        console.print(f"{len(stale)} to run, {len(chapters) - len(stale)} fresh")
+        with _progress() as bars:
+            tasks = {c.number: bars.add_task(c.path.stem, total=len(c.code), start=False) for c in stale}
+
+            def report(number: str, done: int, total: int) -> None:
+                if done == 0:
+                    bars.start_task(tasks[number])
+                bars.update(tasks[number], completed=done, total=total)
+                if done == total:
+                    bars.stop_task(tasks[number])
+
+            outcomes = run_chapters(stale, jobs, timeout, report)
+        for outcome in outcomes:
+            _tell(outcome)
+    if failed or any(outcome.error for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    """One bar a chapter on a terminal; nothing elsewhere."""
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells"),
+        TimeElapsedColumn(),
+    ]
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def _tell(outcome) -> None:
+    """One line for a chapter that ran; chapter, cell and error for one that did not."""
+    chapter = outcome.chapter
+    if outcome.error:
+        where = f"{chapter.source} stopped at cell {outcome.cell}" if outcome.cell else chapter.source
+        complain(f"{where}\n{outcome.error}")
+        return
+    slow = f" (over {SLOW} s: make it smaller)" if outcome.seconds > SLOW else ""
+    console.print(f"ran {chapter.source} in {outcome.seconds:.1f} s{slow}")
+
+
+@app.command()
+def check(ctx: typer.Context, numbers: Numbers = None):
+    """Red (exit 1) when anything drifted: modules, notebooks, outputs, languages, style, terms, links, imports."""
+    from course.check import check_all
+
+    with teaching():
+        findings = check_all(ctx.obj, numbers)
+    for finding in findings:
+        console.print(finding.text(console.is_terminal))
+    word = f"[red]{len(findings)} findings[/]" if findings else "[green]nothing drifted[/]"
+    console.print(word)
+    if findings:
+        raise typer.Exit(1)
+
+
+@app.command()
+def twins(ctx: typer.Context, names: Annotated[list[str], typer.Argument(metavar="NN…|papers/…|notes/…")]):
+    """After a look at both languages: record in each en twin the texts that were seen to agree."""
+    from course.source import load_chapters
+    from course.twins import stamp_chapter, stamp_documents
+
+    with teaching():
+        documents = [name for name in names if name.split("/")[0] in ("papers", "notes", "site")]
+        numbers = [name for name in names if name not in documents]
+        changed = stamp_documents(ctx.obj, documents)
+        for chapter in load_chapters(ctx.obj, numbers) if numbers else []:
+            changed += stamp_chapter(chapter)
+    for name in changed:
+        console.print(f"stamped {name}")
+    console.print(f"{len(changed)} stamped anew")
+
+
+@app.command()
+def adopt(
+    ctx: typer.Context, notebook: Annotated[Path, typer.Argument(help="A notebook in notebooks/zh or notebooks/en.")]
+):
+    """Bring edits made in a generated notebook back to its source, by cell id."""
+    from course.adopt import adopt_notebook
+
+    with teaching():
+        result = adopt_notebook(notebook.resolve(), ctx.obj)
+    for line in result.lines():
+        console.print(escape(line))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(ctx: typer.Context):
+    """Open JupyterLab on the notebooks; further arguments go to JupyterLab."""
+    from course.jupyter import open_lab
+
+    open_lab(ctx.obj, ctx.args)

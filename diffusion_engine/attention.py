@@ -1,0 +1,355 @@
+# Generated from notebooks/source/04_attention.py by `course export`.
+# Do not edit: change the chapter and export again.
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def score_bytes(batch: int, heads: int, queries: int, keys: int, itemsize: int = 2) -> int:
+    """Bytes of one layer's naive scores: B · H · N · M · itemsize (2 for bf16, 4 for fp32)."""
+    return batch * heads * queries * keys * itemsize
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, chunk: int | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(scale · q kᵀ) v in every head; full: each query sees every key that the mask leaves, never causal.
+
+    Args:
+        q: queries (B, H, N, Dh).
+        k: keys (B, H, M, Dh).
+        v: values (B, H, M, Dh).
+        mask: bool with four axes, True where a key may be seen. (B, 1, 1, M) hides padding (see `key_mask`);
+            (B, 1, N, M) is general and costs N · M. A query that may see nothing gets zeros.
+        chunk: queries handled at a time: exact, at most chunk · M scores; None makes one fused call.
+        scale: factor on the scores; None is 1 / sqrt(Dh).
+
+    Returns:
+        (B, H, N, Dh).
+
+    Raises:
+        ValueError: the mask is not bool or has not four axes, or ``chunk`` is no positive whole number.
+
+    Source: Vaswani et al. 2017, §3.2; Rabe & Staats 2021 (chunks); Dao et al. 2022 (fused).
+    """
+    if mask is not None and (mask.dtype != torch.bool or mask.ndim != 4):
+        found = f"{mask.dtype} {tuple(mask.shape)}"
+        raise ValueError(f"mask is {found}; expected torch.bool (B, 1, 1, M), True where a key may be seen")
+    if chunk is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk {chunk} is no positive number of queries; try 64 or None")
+    out = torch.empty_like(q)
+    for start in range(0, q.shape[-2], chunk):
+        rows = slice(start, start + chunk)
+        row_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        out[..., rows, :] = F.scaled_dot_product_attention(q[..., rows, :], k, v, attn_mask=row_mask, scale=scale)
+    return out
+
+
+def key_mask(real: Tensor) -> Tensor:
+    """Which tokens are real, (B, M) bool, as a mask on keys (B, 1, 1, M): one row for all heads and queries.
+
+    Raises:
+        ValueError: ``real`` is not bool or not (B, M).
+    """
+    if real.dtype != torch.bool or real.ndim != 2:
+        found = f"{real.dtype} {tuple(real.shape)}"
+        raise ValueError(f"token mask is {found}; expected torch.bool (B, M), True where a token is real; try .bool()")
+    return real[:, None, None, :]
+
+
+def joint_mask(text_mask: Tensor | None, num_image_tokens: int, text_first: bool = False) -> Tensor | None:
+    """Key mask (B, 1, 1, N + M) for image and text in one sequence: every image token may be seen, text where real.
+
+    Args:
+        text_mask: (B, M) bool, True where a text token is real; None hides nothing and returns None.
+        num_image_tokens: N.
+        text_first: the text stands before the image, as in FLUX and CogVideoX.
+
+    Raises:
+        ValueError: see `key_mask`.
+    """
+    if text_mask is None:
+        return None
+    sides = (0, num_image_tokens) if text_first else (num_image_tokens, 0)
+    return F.pad(key_mask(text_mask), sides, value=True)
+
+
+class RMSNorm(nn.Module):
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+
+
+class RMSNormAcrossHeads(RMSNorm):
+    """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = super().forward(x.transpose(1, 2).flatten(-2))  # (B, N, H · Dh)
+        return normed.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+
+
+QKNorm = str | bool | None  # "rms" or True, "rms_across", "layer"; None or False for none
+QK_NORMS = {None: nn.Identity, "rms": RMSNorm, "rms_across": RMSNormAcrossHeads, "layer": nn.LayerNorm}
+
+
+def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) -> nn.Module:
+    """The norm of queries or keys (B, H, N, Dh), H = heads, Dh = head_dim, with ``eps`` inside the root.
+
+    Args:
+        kind: "rms" or True, per head; "rms_across", over all heads; "layer", LayerNorm per head; None or False, none.
+
+    Raises:
+        ValueError: another kind.
+    """
+    kind = "rms" if kind is True else kind or None
+    if kind not in QK_NORMS:
+        raise ValueError(f'qk_norm {kind!r} is unknown; try "rms", "rms_across", "layer" or None')
+    return QK_NORMS[kind](heads * head_dim if kind == "rms_across" else head_dim, eps)
+
+
+class Rope(NamedTuple):
+    """The turn of every token, as cosines and sines: (N, Dh/2) fp32, or any shape that broadcasts to (B, H, N, Dh/2).
+
+    Pair i is components 2i and 2i + 1 (FLUX, Wan, HunyuanVideo); with ``halves`` it is i and i + Dh/2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    halves: bool = False
+
+
+def grid_positions(*sizes: int) -> Tensor:
+    """Position of every token of a grid, row by row, the last axis fastest: sizes (h, w) or (t, h, w) → (N, A)."""
+    axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
+    return torch.stack(axes, dim=-1).flatten(0, -2)
+
+
+def axial_rope(positions: Tensor, axes_dim: tuple[int, ...], theta: float = 10_000.0, halves: bool = False) -> Rope:
+    """Angles ω_i · p with ω_i = theta^(-2i / dim), axis after axis; computed in fp64, kept in fp32.
+
+    Args:
+        positions: (N, A), one column an axis, whole or fractional.
+        axes_dim: components of a head that each axis turns, all even; their sum is Dh (FLUX: 16, 56, 56).
+        theta: scale of the slowest turn (HunyuanVideo: 256).
+        halves: see `Rope`.
+
+    Raises:
+        ValueError: positions and ``axes_dim`` disagree, or an entry is no positive even number.
+
+    Source: Su et al. 2021; Black Forest Labs, flux ``math.py``.
+    """
+    if positions.ndim != 2 or positions.shape[-1] != len(axes_dim):
+        raise ValueError(f"positions are {tuple(positions.shape)}; axes_dim {axes_dim} wants (N, {len(axes_dim)})")
+    angles = []
+    for axis, dim in enumerate(axes_dim):
+        if dim < 2 or dim % 2:
+            low = max(2, dim // 2 * 2)
+            raise ValueError(f"axes_dim {axes_dim} has {dim}, no positive even number; try {low} or {low + 2}")
+        omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)  # (dim/2,)
+        angles.append(positions[:, axis, None].cpu().double() * omega)  # (N, dim/2)
+    angle = torch.cat(angles, dim=-1)  # (N, Dh/2)
+    return Rope(angle.cos().float().to(positions.device), angle.sin().float().to(positions.device), halves)
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Turn every pair of every head by its token's angle, in fp32: x (B, H, N, Dh) → the same shape.
+
+    Raises:
+        ValueError: the turns are for another number of tokens or components.
+    """
+    tokens, pairs = rope.cos.shape[-2:]
+    if x.shape[-2:] != (tokens, 2 * pairs):
+        found = f"{x.shape[-2]} tokens of {x.shape[-1]}"
+        raise ValueError(f"x has {found} but rope turns {tokens} of {2 * pairs}; pad_rope adds tokens that stay")
+    x0, x1 = x.float().chunk(2, dim=-1) if rope.halves else x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin  # (B, H, N, Dh/2) each
+    return (torch.cat(turned, dim=-1) if rope.halves else torch.stack(turned, dim=-1).flatten(-2)).to(x.dtype)
+
+
+def pad_rope(rope: Rope, before: int = 0, after: int = 0) -> Rope:
+    """Add tokens with angle zero, which stay as they are: text before or after the image's tokens."""
+    sides = (0, 0, before, after)
+    return rope._replace(cos=F.pad(rope.cos, sides, value=1.0), sin=F.pad(rope.sin, sides))
+
+
+def head_width(width: int, heads: int) -> int:
+    """Dh = width / heads.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if heads < 1 or width < 1 or width % heads:
+        near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads), default=1)
+        raise ValueError(f"width {width} is not a multiple of heads {heads}; try {near} heads, or give head_dim")
+    return width // heads
+
+
+class Heads(nn.Module):
+    """One stream's way into attention and out: tokens (B, N, D) → q, k, v (B, H, N, Dh); heads → (B, N, D).
+
+    Args:
+        width: D.
+        heads: H.
+        qk_norm: norm of queries and keys, see `qk_norm_layer`.
+        out: whether the stream reads the result (an output projection exists).
+        bias: whether q, k and v have a bias.
+        head_dim: Dh where it is not D / H.
+        eps: of the norms.
+
+    Raises:
+        ValueError: D is no multiple of H, or an unknown norm.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        qk_norm: QKNorm = True,
+        out: bool = True,
+        bias: bool = True,
+        head_dim: int | None = None,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        head_dim = head_dim or head_width(width, heads)
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=bias)
+        self.norm_q = qk_norm_layer(qk_norm, heads, head_dim, eps)
+        self.norm_k = qk_norm_layer(qk_norm, heads, head_dim, eps)
+        self.out = nn.Linear(heads * head_dim, width) if out else None
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.norm_q(q), self.norm_k(k), v
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """Heads (B, H, N, Dh) → tokens (B, N, D); without an output projection (B, N, H · Dh)."""
+        joined = heads.transpose(1, 2).flatten(-2)  # (B, N, H · Dh)
+        return joined if self.out is None else self.out(joined)
+
+
+class SelfAttention(nn.Module):
+    """Every token sees every token, itself included; never causal: (B, N, D) → (B, N, D).
+
+    Args:
+        width: D.
+        heads: H.
+        qk_norm: see `qk_norm_layer`.
+        options: ``bias``, ``head_dim``, ``eps`` of `Heads`.
+    """
+
+    def __init__(self, width: int, heads: int, qk_norm: QKNorm = True, **options):
+        super().__init__()
+        self.stream = Heads(width, heads, qk_norm, **options)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, rope: Rope | None = None, chunk: int | None = None
+    ) -> Tensor:
+        """Tokens x (B, N, D); ``mask``, ``chunk`` as in `attention`; ``rope`` turns all N tokens."""
+        q, k, v = self.stream.split(x)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        return self.stream.merge(attention(q, k, v, mask, chunk))
+
+
+class JointAttention(nn.Module):
+    """Image and text tokens, each with its own projections, in one attention (MMDiT, Esser et al. 2024).
+
+    Args:
+        width: D of both streams.
+        heads: H.
+        qk_norm: see `qk_norm_layer`.
+        text_out: whether the text reads the result; in SD3's last block it only feeds keys and values.
+        text_first: order in the common sequence; matters to ``rope`` alone (FLUX: True).
+        options: ``bias``, ``head_dim``, ``eps`` of `Heads`.
+    """
+
+    def __init__(
+        self, width: int, heads: int, qk_norm: QKNorm = True, text_out: bool = True, text_first: bool = False, **options
+    ):
+        super().__init__()
+        self.text_first = text_first
+        self.image = Heads(width, heads, qk_norm, **options)
+        self.text = Heads(width, heads, qk_norm, out=text_out, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        text: Tensor,
+        text_mask: Tensor | None = None,
+        rope: Rope | None = None,
+        chunk: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Image tokens x (B, N, D) and text (B, M, D) → both anew, None for a text that reads nothing.
+
+        ``text_mask`` (B, M) bool is True where a text token is real; ``rope`` turns all N + M tokens in the common
+        order (`pad_rope` makes it from the image's); ``chunk`` as in `attention`.
+        """
+        order = -1 if self.text_first else 1
+        pairs = zip(self.image.split(x), self.text.split(text))
+        q, k, v = (torch.cat(pair[::order], dim=-2) for pair in pairs)  # (B, H, N + M, Dh) each
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        sizes = [x.shape[1], text.shape[1]][::order]
+        heads = attention(q, k, v, joint_mask(text_mask, x.shape[1], self.text_first), chunk)
+        for_image, for_text = heads.split(sizes, dim=-2)[::order]
+        return self.image.merge(for_image), self.text.merge(for_text) if self.text.out is not None else None
+
+
+class CrossAttention(nn.Module):
+    """Image tokens ask, text tokens answer: x (B, N, D), text (B, M, Dt) → (B, N, D).
+
+    Args:
+        width: D.
+        heads: H.
+        text_width: Dt where it is not D.
+        qk_norm, bias, head_dim, eps: see `Heads`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        text_width: int | None = None,
+        qk_norm: QKNorm = True,
+        bias: bool = True,
+        head_dim: int | None = None,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        head_dim = head_dim or head_width(width, heads)
+        self.heads = heads
+        self.q = nn.Linear(width, heads * head_dim, bias=bias)
+        self.kv = nn.Linear(text_width or width, 2 * heads * head_dim, bias=bias)
+        self.norm_q = qk_norm_layer(qk_norm, heads, head_dim, eps)
+        self.norm_k = qk_norm_layer(qk_norm, heads, head_dim, eps)
+        self.out = nn.Linear(heads * head_dim, width)
+
+    def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, M, Dh) of text (B, M, Dt): the same at every denoising step."""
+        k, v = self.kv(text).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.norm_k(k), v
+
+    def attend(
+        self, x: Tensor, k: Tensor, v: Tensor, text_mask: Tensor | None = None, chunk: int | None = None
+    ) -> Tensor:
+        """Ask keys and values that `keys_values` made; ``text_mask`` (B, M) bool, True where a token is real."""
+        q = self.norm_q(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2))  # (B, H, N, Dh)
+        heads = attention(q, k, v, None if text_mask is None else key_mask(text_mask), chunk)
+        return self.out(heads.transpose(1, 2).flatten(-2))
+
+    def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """x (B, N, D) asks text (B, M, Dt)."""
+        return self.attend(x, *self.keys_values(text), text_mask, chunk)

@@ -1,0 +1,1 @@
+"""How the shipped data and weights were made, and how they are measured: seeded, resumable, with a progress display."""
