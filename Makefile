@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several test processes share the cores: one thread each.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test lab bench quality
+.PHONY: help setup demo test lab site bench quality
 .DELETE_ON_ERROR:
 
 help:
@@ -51,8 +51,11 @@ test: $(STAMP)
 lab: $(STAMP)
 	$(BIN)/course lab
 
+site: $(STAMP)
+	@$(BIN)/course site
+
 bench: $(STAMP)
-	@$(BIN)/python -m recipes.bench
+	@KINETO_LOG_LEVEL=5 $(BIN)/python -m recipes.bench
 
 quality: $(STAMP)
 	@$(BIN)/python -m recipes.quality

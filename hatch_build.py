@@ -4,12 +4,30 @@ The wheel holds `diffusion_engine` alone, so a `course` command in it would have
 the whole repository on its path, and there the command belongs.
 """
 
+import tempfile
+from pathlib import Path
+
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SCRIPT = """\
+#!python
+from course.cli import app
+
+app(prog_name="course")
+"""
 
 
 class CourseCommand(BuildHookInterface):
-    """Adds ``course/__main__.py`` as the script ``course``, to editable builds only."""
+    """Adds the script ``course`` to editable builds only."""
 
     def initialize(self, version: str, build_data: dict) -> None:
         if version == "editable":
-            build_data["shared_scripts"]["course/__main__.py"] = "course"
+            self.folder = tempfile.TemporaryDirectory()
+            script = Path(self.folder.name) / "course"
+            script.write_text(SCRIPT, encoding="utf-8")
+            script.chmod(0o755)
+            build_data["shared_scripts"][str(script)] = "course"
+
+    def finalize(self, version: str, build_data: dict, artifact_path: str) -> None:
+        if version == "editable":
+            self.folder.cleanup()

@@ -1,5 +1,4 @@
-#!python
-"""``python -m course`` is the ``course`` command; an editable install puts this file there under that name."""
+"""``python -m course`` is the ``course`` command."""
 
 from course.cli import app
 

@@ -179,3 +179,17 @@ def lab(ctx: typer.Context):
     from course.jupyter import open_lab
 
     open_lab(ctx.obj, ctx.args)
+
+
+@app.command()
+def site(
+    ctx: typer.Context,
+    output: Annotated[Path | None, typer.Option(help="A folder; site/build by default.")] = None,
+):
+    """Render chapters, cards, notes and the engine's reference as static HTML; nothing is executed."""
+    from course.site import build_site
+
+    with teaching():
+        built = build_site(ctx.obj, output.resolve() if output else None)
+    size = f"{built.size / 1e6:.1f} MB, {built.seconds:.1f} s"
+    console.print(f"{built.pages} pages, {built.files} files, {size}: open {built.output / 'index.html'}")

@@ -197,8 +197,9 @@ def _draw(
 
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", EngineWarning)
-        warnings.showwarning = lambda message, *_: _say("warning", str(message))
-        bar.set_description(request.prompts[0][:24])
+        warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
+        bar.reset()  # the time that is left is told from the steps alone
+        bar.set_description_str(request.prompts[0][:24])
         result = engine.draw(request, callback=watch)
     images = [result.images[i] for i in chosen]
     contents = {path: png(image) for path, image in zip(paths, images)}
@@ -303,7 +304,7 @@ def info(
         "fingerprint": fingerprint(config),
         "parameters": f"{counts}; {'/'.join(kinds)}, {megabytes:.1f} MB",
         "draws": f"{best['width']}×{best['height']}; other sides from {low} to {high} in steps of {multiple}",
-        "recommended": f"guidance {best['guidance_scale']:g}, shift {best['shift']:g}, 28 steps",
+        "recommended": f"guidance {best['guidance_scale']:g}, shift {best['shift']:g}, {best['num_inference_steps']} steps",
         "prompts": f"up to {config['text_encoder'].get('max_length', 24)} tokens, English or Chinese",
         "solvers": ", ".join(SOLVERS),
         "dtypes": ", ".join(DTYPES),

@@ -1,6 +1,7 @@
 # Generated from notebooks/source/06_dit.py by `course export`.
 # Do not edit: change the chapter and export again.
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -130,11 +131,11 @@ class DiTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not a positive number; try 1")
         if min(self.joint_depth, self.parallel_depth) < 0 or self.joint_depth + self.parallel_depth == 0:
-            raise ValueError(f"depth {self.joint_depth} + {self.parallel_depth}: a DiT needs a block; try 1 + 0")
-        for name, number in (("heads", self.heads), ("4 (positions)", 4)):
-            if self.width % number:
-                near = f"{self.width // number * number or number} or {-(-self.width // number) * number}"
-                raise ValueError(f"width {self.width} is not a multiple of {name} {number}; try {near}")
+            raise ValueError(f"depths {self.joint_depth} and {self.parallel_depth}: a DiT needs a block; try 1 and 0")
+        rule = math.lcm(self.heads, 4)  # whole heads, and two sinusoids for positions
+        if self.width % rule:
+            near = f"{self.width // rule * rule or rule} or {-(-self.width // rule) * rule}"
+            raise ValueError(f"width {self.width} is not a multiple of {rule} (heads {self.heads}, 4); try {near}")
 
 
 def check_inputs(
@@ -238,9 +239,7 @@ def flop_count(config: DiTConfig, grid: tuple[int, int], text_tokens: int, batch
     c, d = config, config.width
     n, m, depth = grid[0] * grid[1], text_tokens, c.joint_depth + c.parallel_depth
     patch_dim = c.patch**2 * c.latent_channels
-    once = (
-        (256 + d) * d + (c.text_width + d) * d + 12 * d * d * c.joint_depth + 3 * d * d * c.parallel_depth + 2 * d * d
-    )
+    once = (256 + c.text_width + 2 * d) * d + (12 * c.joint_depth + 3 * c.parallel_depth + 2) * d * d
     tokens = n * 2 * patch_dim * d + m * c.text_width * d + 12 * d * d * (n + m) * depth
     if not c.parallel_depth:  # the text of the last joint block: two knobs of six, no output, no feed-forward
         once, tokens = once - 4 * d * d, tokens - 9 * d * d * m

@@ -103,7 +103,8 @@ class Request:
 
 def recommended(config: dict) -> dict:
     """The settings that a model's configuration recommends: ``guidance_scale``, ``shift``, ``height``, ``width``."""
-    return {"guidance_scale": 4.0, "shift": 1.0, "height": 64, "width": 64} | config.get("recommended", {})
+    usual = {"guidance_scale": 4.0, "shift": 1.0, "num_inference_steps": 28, "height": 64, "width": 64}
+    return usual | config.get("recommended", {})
 
 
 def make_request(

@@ -98,7 +98,7 @@ def shift_sigmas(sigmas: float | Tensor, shift: float) -> float | Tensor:
     """
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"shift {shift} is not a positive number; try 1.0 (no shift) or 3.0")
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+    return shift * sigmas / (shift * sigmas + (1 - sigmas))  # written so, 0 and 1 stay exactly
 
 
 def dynamic_mu(
@@ -115,7 +115,7 @@ def dynamic_mu(
 
     Source: black-forest-labs/flux, ``sampling.py`` (``get_lin_function``).
     """
-    if num_tokens < 1 or base_tokens == max_tokens:
+    if not num_tokens >= 1 or base_tokens == max_tokens:
         raise ValueError(f"{num_tokens} tokens on a line {base_tokens} … {max_tokens}; try 4096 tokens on 256 … 4096")
     return base_mu + (max_mu - base_mu) / (max_tokens - base_tokens) * (num_tokens - base_tokens)
 
@@ -129,18 +129,21 @@ def _base_grid(steps: int, grid: str, shift: float) -> Tensor:
         raise ValueError(f'grid "{grid}" is unknown; try {", ".join(GRIDS)}')
     steps, smallest = _check_steps(steps), 1 / TRAIN_STEPS
     if grid == "unipc":
-        return torch.linspace(1, smallest, steps + 1, dtype=torch.float64)[:-1]
+        return 1 - torch.arange(steps, dtype=torch.float64) * ((1 - smallest) / steps)
     last = {"even": 1 / steps, "trained": smallest, "double": shift_sigmas(smallest, shift)}[grid]
     return torch.linspace(1, last, steps, dtype=torch.float64)
 
 
 def _stretch(sigmas: Tensor, terminal: float | None) -> Tensor:
     """Scale the distances from 1 so that the last level is ``terminal``; a lone 1 stays 1."""
+    if terminal is not None and not 0 < terminal < 1:
+        raise ValueError(f"terminal {terminal} must lie between 0 and 1; try 0.1, or None for no stretch")
     if terminal is None or sigmas[-1] == 1:
         return sigmas
-    if not 0 < terminal < 1:
-        raise ValueError(f"terminal {terminal} must lie between 0 and 1; try 0.1, or None for no stretch")
     return 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
+
+
+SPACINGS = ("linear", "karras", "exponential", "beta")
 
 
 def _beta_quantile(u: Tensor, a: float = 0.6) -> Tensor:
@@ -154,9 +157,6 @@ def _beta_quantile(u: Tensor, a: float = 0.6) -> Tensor:
         below = x**a * (weights * x[:, None] ** k).sum(-1) < whole * torch.minimum(u, 1 - u)
         low, high = torch.where(below, x, low), torch.where(below, high, x)
     return torch.where(u <= 0.5, low, 1 - low)
-
-
-SPACINGS = ("linear", "karras", "exponential", "beta")
 
 
 def _respace(sigmas: Tensor, spacing: str) -> Tensor:
@@ -182,7 +182,9 @@ def _check_steps(steps: int) -> int:
     """
     if hasattr(steps, "__index__") and not isinstance(steps, bool) and 1 <= int(steps) <= 1000:
         return int(steps)
-    near = min(max(round(steps), 1), 1000) if isinstance(steps, (int, float)) and math.isfinite(steps) else 28
+    near = 28
+    if isinstance(steps, (int, float)) and not math.isnan(min(steps, 1000)):
+        near = round(min(max(steps, 1), 1000))
     raise ValueError(f"num_inference_steps {steps!r} is not a whole number within 1…1000; try {near}")
 
 
@@ -227,7 +229,9 @@ def make_schedule(
     Source: diffusers, ``FlowMatchEulerDiscreteScheduler`` and ``UniPCMultistepScheduler``; Karras et al. 2022, eq. 5.
     """
     if mu is not None and (shift != 1.0 or not abs(mu) < 50):
-        raise ValueError(f"mu {mu} with shift {shift}: give one of them, mu within ±50; the same shift is exp(mu)")
+        raise ValueError(
+            f"mu {mu} with shift {shift}: try one of them alone; mu lies within ±50 and equals shift = exp(mu)"
+        )
     k = shift if mu is None else math.exp(mu)
     base = _base_grid(num_inference_steps, grid, k) if sigmas is None else _given_grid(sigmas, num_inference_steps)
     levels = _respace(_stretch(shift_sigmas(base, k), terminal), spacing)
@@ -261,7 +265,7 @@ _IDLE = frozenset(  # UniPC's old noise table and its own solver: they do not mo
 
 
 def _read_settings(config: str | Path | dict) -> tuple[str, dict]:
-    """Class and settings of a scheduler config, every one of them known."""
+    """Class and settings of a scheduler config, every one of them known and of the right kind."""
     if not isinstance(config, dict):
         path = Path(config) / "scheduler_config.json" if Path(config).is_dir() else Path(config)
         try:
@@ -269,17 +273,18 @@ def _read_settings(config: str | Path | dict) -> tuple[str, dict]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no readable scheduler_config.json: {error}") from error
     name = config.get("_class_name") if isinstance(config, dict) else None
-    if name not in _FOLLOWED:
+    if str(name) not in _FOLLOWED:
         raise ValueError(f"scheduler class {name!r} is not supported; try {' or '.join(_FOLLOWED)}")
-    settings = {key: value for key, value in config.items() if not key.startswith("_")}
-    idle = _IDLE if name == "UniPCMultistepScheduler" else frozenset()
-    known = _FOLLOWED[name].keys() | _ONLY[name].keys() | idle
-    if unknown := sorted(settings.keys() - known):
-        raise ValueError(f"{name} setting {', '.join(unknown)} is unknown; known are {', '.join(sorted(known))}")
-    settings = _FOLLOWED[name] | settings
-    for key, wanted in _ONLY[name].items():
-        if settings.get(key, wanted) != wanted:
-            raise ValueError(f"{name} with {key} = {settings[key]!r} is not supported; only {wanted!r} is")
+    followed, only, idle = _FOLLOWED[name], _ONLY[name], _IDLE if name == "UniPCMultistepScheduler" else set()
+    settings = followed | {key: value for key, value in config.items() if not key.startswith("_")}
+    for key, value in settings.items():
+        if key not in followed | only and key not in idle:
+            raise ValueError(f"{name} setting {key} is unknown; known are {', '.join(followed | only)}")
+        if key in only and value != only[key]:
+            raise ValueError(f"{name} with {key} = {value!r} is not supported; only {only[key]!r} is")
+        kinds = {bool: (bool,), str: (str,)}.get(type(followed.get(key)), (int, float))
+        if key in followed and value != followed[key] and type(value) not in kinds:
+            raise ValueError(f"{name} with {key} = {value!r} is not supported; try {followed[key]!r}")
     return name, settings
 
 
@@ -292,16 +297,15 @@ def _schedule_from_config(config, steps: int | None, num_tokens: int | None, gri
     spacing = [key for key in SPACINGS if got.get(f"use_{key}_sigmas")] or ["linear"]
     if len(spacing) > 1:
         raise ValueError(f"the config asks for {' and '.join(spacing)} spacing; set only one of them true")
-    shift = got["shift"]
+    shift, kind = got["shift"], got["time_shift_type"]
     if got["use_dynamic_shifting"]:
         if num_tokens is None:
             raise ValueError("the config shifts by picture size; pass num_tokens, 4096 for a 1024×1024 FLUX picture")
+        if kind not in ("exponential", "linear"):
+            raise ValueError(f'time_shift_type {kind!r} is unknown; try "exponential" or "linear"')
         line = (got[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
-        shift = dynamic_mu(num_tokens, *line)
-        if got["time_shift_type"] == "exponential":
-            shift = math.exp(shift)
-        elif got["time_shift_type"] != "linear":  # "linear" takes μ itself for k
-            raise ValueError(f'time_shift_type {got["time_shift_type"]!r} is unknown; try "exponential" or "linear"')
+        mu = dynamic_mu(num_tokens, *line)
+        shift = math.exp(mu) if kind == "exponential" else mu  # "linear" takes μ itself for k
     return make_schedule(steps, shift, terminal=terminal, spacing=spacing[0], grid=grid, sigmas=sigmas)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -262,7 +263,7 @@ def load_checkpoint(path: Path | str, state: TrainState) -> TrainState:
     try:
         payload = torch.load(io.BytesIO(Path(path).read_bytes()), weights_only=True)
         found = payload["seed"], {name: value.shape for name, value in payload["model"].items()}
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no whole checkpoint ({type(error).__name__}); delete it to begin again") from error
     if found != (state.seed, {name: value.shape for name, value in state.model.state_dict().items()}):
         raise ValueError(f"{path} belongs to another run: seed {found[0]}, not {state.seed}, or another model")
@@ -299,12 +300,13 @@ def train(
         log_every: steps between two entries of the curve: step, loss, seconds trained.
         measure: called before each checkpoint; its numbers join the curve.
         stop: asked after each step; True ends the run with a checkpoint.
-        progress: show the bar (on stderr).
+        progress: show the bar on stderr; into a file it writes only twice a minute.
 
     Returns:
         ``state``.
     """
-    with tqdm(total=steps, initial=min(state.step, steps), disable=not progress, unit="step", smoothing=0.02) as bar:
+    shown = {"disable": not progress, "mininterval": 0.5 if sys.stderr.isatty() else 30.0, "smoothing": 0.02}
+    with tqdm(total=steps, initial=min(state.step, steps), unit="step", **shown) as bar:
         last = state.step >= steps
         while not last:
             begun = time.perf_counter()

@@ -8,7 +8,6 @@ with the smallest and the largest; runs that are compared alternate. A missed go
 """
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -36,6 +35,17 @@ from diffusion_engine.text_conditioning import PromptEmbeds, encode_prompt, stac
 
 PROMPT, STEPS, GEMM = "red apple", 28, 2048
 GOALS = {"picture_over_gemm_time": 1.5, "cold_generate_above_import_torch_s": 3.0, "step_over_diffusers": 1.0}
+# A small process that starts another, waits, and tells its seconds and its peak memory: a child's peak counts from what its
+# parent held when it was started, so this one must be small.
+LAUNCHER = """
+import json, resource, subprocess, sys, time
+begun = time.perf_counter()
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+seconds = time.perf_counter() - begun
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
+sys.exit(code)
+"""
 KINDS = {  # operator names, as the profiler gives them
     "matrix products": ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul"),
     "attention": ("scaled_dot_product", "flash_attention", "softmax"),
@@ -73,10 +83,19 @@ def measure(*runs: Callable[[], object], repeats: int = 7, warmup: int = 2) -> l
 # --- the limit -------------------------------------------------------------------------------------------------------
 
 
-def gemm_rate(dtype: torch.dtype, size: int = GEMM) -> float:
-    """FLOP/s of one large square product, 2 · size³ operations."""
+def gemm_rate(dtype: torch.dtype) -> tuple[float, int]:
+    """FLOP/s of one large square product, 2 · size³ operations, and the size.
+
+    The size is `GEMM`, or a quarter of it where the machine only emulates the type and would need minutes.
+    """
+    probe = product_seconds(dtype, 256).median
+    size = GEMM if probe * (GEMM / 256) ** 3 < 1 else GEMM // 4
+    return 2 * size**3 / product_seconds(dtype, size).median, size
+
+
+def product_seconds(dtype: torch.dtype, size: int) -> Timing:
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / measure(lambda: a @ b)[0].median
+    return measure(lambda: a @ b)[0]
 
 
 def count_flops(run: Callable[[], object]) -> int:
@@ -234,22 +253,18 @@ def cold_report(repeats: int = 5) -> dict:
             "diffusion-engine --help": [sys.executable, "-m", "diffusion_engine", "--help"],
             "diffusion-engine generate": draw,
         }
-        peaks: dict[str, int] = {}
-
-        def start(name: str) -> Callable[[], None]:
-            def run() -> None:
-                process = subprocess.Popen(commands[name], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-                _, error = None, process.stderr.read()
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-                if process.returncode:
-                    raise RuntimeError(f"{name}: exit {process.returncode}: {error.decode()[-500:]}")
-                peaks[name] = max(peaks.get(name, 0), usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-
-            return run
-
-        timings = measure(*(start(name) for name in commands), repeats=repeats, warmup=1)
-    report = {name: {"seconds": timing, "peak_bytes": peaks[name]} for name, timing in zip(commands, timings)}
+        told: dict[str, list[dict]] = {name: [] for name in commands}
+        for _ in range(repeats + 1):
+            for name, command in commands.items():
+                done = subprocess.run([sys.executable, "-S", "-c", LAUNCHER, *command], capture_output=True, text=True)
+                if done.returncode:
+                    raise RuntimeError(f"{name}: {done.stderr[-500:]}")
+                told[name].append(json.loads(done.stdout))
+    report = {}
+    for name, runs in told.items():
+        seconds = [run["seconds"] for run in runs[1:]]  # the first one warms the disk cache
+        timing = Timing(statistics.median(seconds), min(seconds), max(seconds))
+        report[name] = {"seconds": timing, "peak_bytes": max(run["peak_bytes"] for run in runs)}
     above = report["diffusion-engine generate"]["seconds"].median - report["import torch"]["seconds"].median
     return report | {"generate_above_import_torch_s": above}
 
@@ -288,7 +303,10 @@ def table(report: dict) -> list[str]:
     machine, picture = report["machine"], report["picture"]
     lines = [
         f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
-        f"GEMM {GEMM}³: fp32 {machine['fp32_gflops']:.0f} GFLOP/s, bf16 {machine['bf16_gflops']:.0f} GFLOP/s",
+        *(
+            f"GEMM {name} {machine[f'{name}_gemm_size']}³: {machine[f'{name}_gflops']:.1f} GFLOP/s"
+            for name in ("fp32", "bf16")
+        ),
         f"weights: {report['weights_mib']:.1f} MiB in fp32, {report['files_mib']:.1f} MiB on disk",
         "",
         f"{STEPS}-step guided picture, warm: {picture['seconds']}",
@@ -329,6 +347,7 @@ def main(output: Annotated[Path, typer.Option(help="where the JSON goes")] = Pat
     with tqdm(total=6, bar_format="{desc:28}{bar} {n}/{total}, {elapsed}", disable=None) as bar:
         bar.set_description("GEMM rate")
         rates = {name: gemm_rate(dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+        limit = rates["fp32"][0]
         model, engine = load_model(), TextToImage.from_pretrained()
         guidance = recommended(model.config)["guidance_scale"]
         parts = (model.dit, model.vae, model.text_encoder)
@@ -337,7 +356,8 @@ def main(output: Annotated[Path, typer.Option(help="where the JSON goes")] = Pat
                 "processor": processor_name(),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
-                **{f"{name}_gflops": rate / 1e9 for name, rate in rates.items()},
+                **{f"{name}_gflops": rate / 1e9 for name, (rate, _) in rates.items()},
+                **{f"{name}_gemm_size": size for name, (_, size) in rates.items()},
             },
             "weights_mib": sum(p.numel() * p.element_size() for part in parts for p in part.parameters()) / 2**20,
             "files_mib": model_bytes() / 2**20,
@@ -346,11 +366,11 @@ def main(output: Annotated[Path, typer.Option(help="where the JSON goes")] = Pat
         for batch in (2, 32):
             bar.update()
             bar.set_description(f"DiT forward, batch {batch}")
-            report["dit"][batch] = dit_report(model, batch, rates["fp32"])
+            report["dit"][batch] = dit_report(model, batch, limit)
         bar.update()
         bar.set_description("whole pictures")
         step_flops = int(report["dit"][2]["gflop"] * 1e9)
-        report["picture"] = picture_report(engine, model, rates["fp32"], step_flops)
+        report["picture"] = picture_report(engine, model, limit, step_flops)
         bar.update()
         bar.set_description("against diffusers")
         report["diffusers"] = against_diffusers(model, guidance)

@@ -29,6 +29,7 @@ from course.sheet import Row, contact_sheet
 from diffusion_engine import TextToImage
 from diffusion_engine.files import SHIPPED_MODEL, write_files
 from diffusion_engine.pipeline import initial_noise
+from diffusion_engine.vae import psnr
 from recipes.emoji_data import EmojiRecord, load_emoji
 
 LANGUAGES = ("en", "zh")
@@ -56,11 +57,9 @@ ABOUT = (
 # --- measures ------------------------------------------------------------------------------------------------------------
 
 
-def psnr(pictures: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio of each pair in dB: 10 · log10(255² / mean squared difference), for uint8 (N, H, W, 3)."""
-    difference = pictures.astype(np.float64) - others.astype(np.float64)
-    error = np.square(difference).mean(axis=(1, 2, 3))
-    return 10 * np.log10(255**2 / np.maximum(error, 1e-10))
+def decibels(pictures: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Peak signal-to-noise ratio of each pair in dB, for uint8 pictures (N, H, W, 3)."""
+    return psnr(as_tensor(pictures), as_tensor(others)).numpy()
 
 
 def ranking(latents: Tensor, bank: Tensor, top: int = TOP) -> tuple[Tensor, Tensor]:
@@ -217,8 +216,8 @@ def main(
     begun = time.perf_counter()
     engine, data = TextToImage.from_pretrained(dtype=dtype), load_emoji()
     bank, back = encode_all(engine.vae, data.images, batch)
-    decibels = psnr(data.images, back)
-    worst = int(decibels.argmin())
+    ratios = decibels(back, data.images)
+    worst = int(ratios.argmin())
     wanted = chosen_records(data.records, limit)
     report = {
         "about": ABOUT,
@@ -232,10 +231,10 @@ def main(
         "weights_sha256": json.loads((SHIPPED_MODEL / "config.json").read_text(encoding="utf-8")).get("sha256", {}),
         "bars": BARS,
         "vae": {
-            "pictures": len(decibels),
-            "mean_psnr_db": round(float(decibels.mean()), 2),
-            "fifth_percentile_db": round(float(np.percentile(decibels, 5)), 2),
-            "worst_db": round(float(decibels.min()), 2),
+            "pictures": len(ratios),
+            "mean_psnr_db": round(float(ratios.mean()), 2),
+            "fifth_percentile_db": round(float(np.percentile(ratios, 5)), 2),
+            "worst_db": round(float(ratios.min()), 2),
             "worst_picture": data.records[worst].label_en,
         },
         "retrieval": {},

@@ -221,6 +221,8 @@ def test_notice_lists_every_asset_and_its_source():
         assert source["package"].removeprefix("npm ") in notice
     for font in (ROOT / "course" / "fonts").glob("*.otf"):
         assert font.name in notice
+    for vendored in [*(ROOT / "site" / "vendor").glob("*"), *(ROOT / "tests" / "site" / "vendor").glob("*.js")]:
+        assert vendored.relative_to(ROOT).as_posix() in notice, f"NOTICE is silent on {vendored}"
     for sentence in ("Copyright (c) 2017-2019 Miles Johnson", "UNICODE LICENSE V3", "Noto Emoji"):
         assert sentence in notice
 

@@ -17,7 +17,7 @@
 # | --- | --- | --- | --- |
 # | 引擎画图、整张地图、全部约定、你这台机器的体检 | 读得懂 Python，见过 PyTorch 的张量 | 25 分钟 | 整个 `diffusion_engine/` |
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="4c3ba6ac"
 # # 00 · Overview: how a sentence becomes a picture
 #
 # This chapter builds no part. It looks at the finished thing: the engine draws, then we take it apart and follow one sentence all the way. Afterwards you know which stretch of the road each later chapter builds.
@@ -48,7 +48,7 @@ image_grid(
 # %% [markdown] lang="zh"
 # **先想一想**：一张图有 $64 \times 64 \times 3 = 12288$ 个数，你给的却只有几个字。引擎从哪里下笔？先定轮廓，还是先定颜色？它什么时候知道要画的是火箭？先写下你的猜测。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="5c578fb7"
 # **Think first:** a picture is $64 \times 64 \times 3 = 12288$ numbers, and you gave a few letters. Where does the engine begin? With the outline or with the colours? When does it know that this will be a rocket? Write your guess down.
 
 # %% [markdown] lang="zh"
@@ -56,7 +56,7 @@ image_grid(
 #
 # 引擎从纯噪声出发，走 28 步。每走一步，它都能说出「照现在看，成品大概是这样」。我们用回调（callback）把这些预览（preview）存下来。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="328a9179"
 # ## Watch it draw
 #
 # The engine starts from pure noise and takes 28 steps. At every step it can tell what the finished picture looks like from here. A callback keeps these previews.
@@ -84,7 +84,7 @@ image_grid(
 # %% [markdown] lang="zh"
 # 第一张预览很糊：它是所有可能成品的平均。噪声退去，可能性变少，轮廓先定，边缘最后才清楚。最后一步的预览就是成品，一个数都不差。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="7daafab0"
 # The first preview is a blur: the average of all that it might become. As the noise recedes fewer pictures remain possible; outlines settle first, edges last. The last preview is the finished picture, number for number.
 
 # %% tags=["check"]
@@ -105,7 +105,7 @@ assert (first - rainbow.latents).norm() > (previews[-4][2] - rainbow.latents).no
 #
 # 现在我们不用引擎的总开关，一段一段地自己走一遍。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="c13ba123"
 # ## The road of a sentence
 #
 # Inside the engine there is one direction; nothing is handed back. The numbers are chapters:
@@ -121,7 +121,7 @@ assert (first - rainbow.latents).norm() > (previews[-4][2] - rainbow.latents).no
 # %% [markdown] lang="zh"
 # **文字变成向量（第 07 章）。** 文本编码器给每个词元一个向量，再给整句一个向量。空句子也编码一份：等一下要问网络「要是什么都没说，你会画什么」。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="b45f3293"
 # **Words become vectors (chapter 07).** The text encoder gives one vector a token and one for the whole sentence. The empty sentence is encoded too: soon we ask the network what it would draw had nothing been said.
 
 # %%
@@ -131,7 +131,7 @@ cond.tokens.shape, cond.pooled.shape
 # %% [markdown] lang="zh"
 # **种子变成噪声（第 10 章）。** 画布不是像素，而是 $4 \times 16 \times 16$ 的潜变量（latent），小了十二倍；像素到最后才出现。每张图有自己的随机数发生器，所以单独画和成批画从同一片噪声出发。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="7f6e719b"
 # **A seed becomes noise (chapter 10).** The canvas is not pixels but latents of $4 \times 16 \times 16$, twelve times fewer numbers; pixels appear only at the end. Every picture has its own generator, so it starts from the same noise alone or in a batch.
 
 # %%
@@ -144,7 +144,7 @@ x.shape, 64 * 64 * 3 / x[0].numel()
 # %% [markdown] lang="zh"
 # **路上停哪几站（第 01、02 章）。** $\sigma = 1$ 是纯噪声，$\sigma = 0$ 是数据，28 步把这段路切成 28 段。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="002571bd"
 # **Where to stop on the way (chapters 01 and 02).** $\sigma = 1$ is pure noise, $\sigma = 0$ is data; 28 steps cut the road into 28 stretches.
 
 # %%
@@ -156,7 +156,7 @@ schedule = make_schedule(28, shift=engine.shift)
 #
 # $$v = v_\varnothing + w\,(v_c - v_\varnothing)$$
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="7e53d154"
 # **Which way to go (chapters 03 to 08).** The network looks at the noisy $x$, the time $t = 1000\sigma$ and the prompt, and answers with a velocity. Ask twice, with and without the prompt, and go further along the difference. That is guidance:
 #
 # $$v = v_\varnothing + w\,(v_c - v_\varnothing)$$
@@ -173,7 +173,7 @@ def velocity(x, sigma, cond=cond):
 # %% [markdown] lang="zh"
 # **走。** 每一步都是一次乘加。28 次之后，潜变量里就有了彩虹，解码器（第 09 章）把它变回像素。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="6d933c2f"
 # **Walk.** Each step is one multiplication and one addition. After 28 of them the latents hold a rainbow, and the decoder (chapter 09) turns it into pixels.
 
 # %%
@@ -194,7 +194,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 # %% [markdown] lang="zh"
 # 整台引擎就是这十几行。后面的章节把里面的每个名字造出来，再让这几行算得对、跑得快、停得下、接得上。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="8d58b0a2"
 # These dozen lines are the whole engine. The chapters build every name in them, and then make the lines correct, fast, able to stop and able to go on.
 
 # %% [markdown] lang="zh"
@@ -218,7 +218,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 #
 # 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–23），以及一台用来对照的自回归引擎（A1–A4）。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="c4c293f0"
 # ## The map
 #
 # One chapter, one module. You may start anywhere, but only in this order do you never use a thing that you have not written.
@@ -259,7 +259,7 @@ parts = {"text encoder": engine.text_encoder, "DiT": engine.dit, "VAE": engine.v
 # | 形状 | 图像 $(B, C, H, W)$，视频 $(B, C, T, H, W)$，词元 $(B, N, D)$ |
 # | 种子 | 第 $i$ 张图用 $\text{seed} + i$，第一句提示词的图排在最前 |
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="273886bb"
 # ## Conventions of the whole course
 #
 # On these points everybody's code differs, and most faults live here. This course writes them in one way only:
@@ -278,7 +278,7 @@ parts = {"text encoder": engine.text_encoder, "DiT": engine.dit, "VAE": engine.v
 # %% [markdown] lang="zh"
 # 这门课里，说过的话都要有检查（check）。检查不通过，整章就停下；通过了，什么也不打印。下面查三条约定。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="c204d71e"
 # In this course every claim has a check. One that fails stops the chapter; one that passes prints nothing. Here are three of the conventions.
 
 # %% tags=["check"]
@@ -300,7 +300,7 @@ assert torch.equal(batch[2:], initial_noise([7], engine.latent_shape(64, 64)))  
 # %% [markdown] lang="zh"
 # 引擎的错误信息也要教人：哪个值不对，规则是什么，最近的正确值是多少。我们故意错一次。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="fa77f6a6"
 # Errors teach as well: the value, the rule, the nearest valid value. One mistake on purpose.
 
 # %% tags=["check"]
@@ -316,7 +316,7 @@ else:
 #
 # 这个模型只见过 1,911 张 emoji，每张都背了下来。背下来不等于理解：没见过的组合，它多半给你一个最像的旧图，或者几张旧图的混合。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="b6851550"
 # ## What it cannot do
 #
 # This model has seen 1,911 emoji and learned each by heart. Knowing by heart is not understanding: for an unseen mixture it mostly gives the nearest picture it knows, or a blend of several.
@@ -334,7 +334,7 @@ image_grid(
 # %% [markdown] lang="zh"
 # 逐条标签的实测在[模型卡](../../diffusion_engine/assets/model/MODEL_CARD.md)里。第 11 章讲它怎样训练，也讲为什么这么小的模型只能背书。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="6d026e44"
 # The measurements, label by label, are on the [model card](../../diffusion_engine/assets/model/MODEL_CARD.md). Chapter 11 tells how it was trained, and why so small a model can only learn by heart.
 
 # %% [markdown] lang="zh"
@@ -342,7 +342,7 @@ image_grid(
 #
 # 最后给机器做个体检。下面几格存的是别人机器上的数，你运行一遍就换成自己的；版本和速度没有对错，所以没有任何检查去比较它们。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="10ded3ba"
 # ## Your machine
 #
 # Last, a check-up of the machine. The outputs stored below come from somebody else's; run the cells and they become yours. Versions and speeds are neither right nor wrong, so no check compares them.
@@ -358,16 +358,16 @@ print("memory ", f"{memory:.0f} GiB")
 print("GPU    ", torch.cuda.get_device_name() if torch.cuda.is_available() else "none, and none is needed")
 
 # %% [markdown] lang="zh"
-# 一个数最说明问题：大矩阵相乘时，这台机器一秒能做多少次乘加。它是后面所有「快不快」的尺子；两种精度各量一次。
+# 一个数最说明问题：大矩阵相乘时，这台机器一秒能做多少次乘加。它是后面所有「快不快」的尺子。两种精度各量一次：bf16 只占一半内存，可处理器若没有 bf16 指令，反而会慢几十倍。
 
-# %% [markdown] lang="en"
-# One number says most: how many multiplications and additions a second the machine does in a large matrix product. It is the yardstick for every later "is it fast?". We take it in two precisions.
+# %% [markdown] lang="en" twin="dd3e6a14"
+# One number says most: how many multiplications and additions a second the machine does in a large matrix product. It is the yardstick for every later "is it fast?". We take it twice: bf16 needs half the memory, yet on a processor without bf16 instructions it is many times slower.
 
 # %%
 import time
 
 
-def gflops(dtype, size=1024, repeats=5):
+def gflops(dtype, size=512, repeats=5):
     a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     times = []
     for _ in range(repeats + 1):
@@ -383,7 +383,7 @@ rates = {str(dtype): gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
 # %% [markdown] lang="zh"
 # 有了尺子，就能先算后量。数一数网络一次前向有多少次运算，乘上 28 步、每步两问，除以速率，就是这张图**最快**要多久。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="456940fb"
 # With the yardstick we can predict before we measure. Count the operations of one forward pass, times 28 steps, two questions a step, over the rate: that is the **least** time a picture can take.
 
 # %%
@@ -405,7 +405,7 @@ print(f"{gflop:.0f} GFLOP: at least {least:.2f} s; this picture's steps took {ra
 # 2. 修改：只走一步，画出来的是什么？你在这一章里见过它。
 # 3. 动手：改写 `velocity`，让它同时听两句提示词，画一张一半苹果、一半彩虹的图。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="53aca1d0"
 # Measured is always slower than computed: small matrices leave the processor hungry, and norms and activations take time too. `make bench` lists what the difference is made of; chapter 13 goes and gets it back.
 #
 # ## Three questions
@@ -444,7 +444,7 @@ image_grid(engine.decode(y), ["apple + rainbow"], alt="A picture between an appl
 #
 # 下一章：[01](01_rectified_flow.ipynb)。先造那条路：噪声和数据之间，最简单的走法是什么？
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="d0be872d"
 # ## Recap
 #
 # - Drawing is walking a road: start from noise and ask the network at every step which way to go.

@@ -165,14 +165,14 @@ for wrong in [(1.0, 0.5), (1.0, 0.5, 0.5, 0.0), (0.0, 0.0), (1.5, 0.0), (1.0, ma
 # %% [markdown] lang="zh"
 # ## 图片越大，噪声越要多
 #
-# 一张纯色图有 $n$ 个像素，每个都蒙了噪声。把它们平均，颜色就露出来了，残余误差是 $\frac{\sigma}{1-\sigma}\big/\sqrt{n}$。像素多四倍，误差减半：同一个 $\sigma$，大图「看起来」更干净。要一样难，就得把 $\frac{\sigma}{1-\sigma}$ 乘上 $k$：
+# 一张纯色图有 $n$ 个像素，每个都蒙了噪声。把它们平均，颜色就露出来了，残余误差是 $\frac{\sigma}{1-\sigma}\big/\sqrt{n}$。像素变成四倍，误差就减半：同一个 $\sigma$，大图看起来更干净。要一样难，就得把 $\frac{\sigma}{1-\sigma}$ 乘上 $k$，四倍像素时 $k = 2$：
 #
 # $$\frac{\sigma'}{1-\sigma'} = k\,\frac{\sigma}{1-\sigma} \quad\Longleftrightarrow\quad \sigma' = \frac{k\,\sigma}{1 + (k-1)\,\sigma}$$
 
-# %% [markdown] lang="en" twin="ad0c814f"
+# %% [markdown] lang="en" twin="5c5c7817"
 # ## Larger pictures need more noise
 #
-# Take a picture of one colour with $n$ noisy pixels. Average them and the colour shows, with an error of $\frac{\sigma}{1-\sigma}\big/\sqrt{n}$. Four times the pixels halve it: at the same $\sigma$ a larger picture looks cleaner. To make it as hard, multiply $\frac{\sigma}{1-\sigma}$ by $k$:
+# Take a picture of one colour with $n$ noisy pixels. Average them and the colour shows, with an error of $\frac{\sigma}{1-\sigma}\big/\sqrt{n}$. Four times the pixels halve it: at the same $\sigma$ a larger picture looks cleaner. To make it as hard, multiply $\frac{\sigma}{1-\sigma}$ by $k$, and $k = 2$ for four times the pixels:
 #
 # $$\frac{\sigma'}{1-\sigma'} = k\,\frac{\sigma}{1-\sigma} \quad\Longleftrightarrow\quad \sigma' = \frac{k\,\sigma}{1 + (k-1)\,\sigma}$$
 
@@ -192,7 +192,7 @@ def shift_sigmas(sigmas: float | Tensor, shift: float) -> float | Tensor:
     """
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"shift {shift} is not a positive number; try 1.0 (no shift) or 3.0")
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+    return shift * sigmas / (shift * sigmas + (1 - sigmas))  # written so, 0 and 1 stay exactly
 
 
 # %% tags=["check"]
@@ -237,7 +237,7 @@ def dynamic_mu(
 
     Source: black-forest-labs/flux, ``sampling.py`` (``get_lin_function``).
     """
-    if num_tokens < 1 or base_tokens == max_tokens:
+    if not num_tokens >= 1 or base_tokens == max_tokens:
         raise ValueError(f"{num_tokens} tokens on a line {base_tokens} … {max_tokens}; try 4096 tokens on 256 … 4096")
     return base_mu + (max_mu - base_mu) / (max_tokens - base_tokens) * (num_tokens - base_tokens)
 
@@ -266,17 +266,17 @@ def _base_grid(steps: int, grid: str, shift: float) -> Tensor:
         raise ValueError(f'grid "{grid}" is unknown; try {", ".join(GRIDS)}')
     steps, smallest = _check_steps(steps), 1 / TRAIN_STEPS
     if grid == "unipc":
-        return torch.linspace(1, smallest, steps + 1, dtype=torch.float64)[:-1]
+        return 1 - torch.arange(steps, dtype=torch.float64) * ((1 - smallest) / steps)
     last = {"even": 1 / steps, "trained": smallest, "double": shift_sigmas(smallest, shift)}[grid]
     return torch.linspace(1, last, steps, dtype=torch.float64)
 
 
 def _stretch(sigmas: Tensor, terminal: float | None) -> Tensor:
     """Scale the distances from 1 so that the last level is ``terminal``; a lone 1 stays 1."""
+    if terminal is not None and not 0 < terminal < 1:
+        raise ValueError(f"terminal {terminal} must lie between 0 and 1; try 0.1, or None for no stretch")
     if terminal is None or sigmas[-1] == 1:
         return sigmas
-    if not 0 < terminal < 1:
-        raise ValueError(f"terminal {terminal} must lie between 0 and 1; try 0.1, or None for no stretch")
     return 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
 
 
@@ -308,6 +308,9 @@ def _stretch(sigmas: Tensor, terminal: float | None) -> Tensor:
 
 
 # %% tags=["export"]
+SPACINGS = ("linear", "karras", "exponential", "beta")
+
+
 def _beta_quantile(u: Tensor, a: float = 0.6) -> Tensor:
     """F⁻¹(u) of Beta(a, a) in float64: ∫₀ˣ (t(1 − t))ᵃ⁻¹ dt = xᵃ Σ_k (1 − a)_k / k! · xᵏ / (a + k), inverted by halving."""
     k = torch.arange(64, dtype=torch.float64)
@@ -319,10 +322,6 @@ def _beta_quantile(u: Tensor, a: float = 0.6) -> Tensor:
         below = x**a * (weights * x[:, None] ** k).sum(-1) < whole * torch.minimum(u, 1 - u)
         low, high = torch.where(below, x, low), torch.where(below, high, x)
     return torch.where(u <= 0.5, low, 1 - low)
-
-
-# %% tags=["export"]
-SPACINGS = ("linear", "karras", "exponential", "beta")
 
 
 def _respace(sigmas: Tensor, spacing: str) -> Tensor:
@@ -373,7 +372,9 @@ def _check_steps(steps: int) -> int:
     """
     if hasattr(steps, "__index__") and not isinstance(steps, bool) and 1 <= int(steps) <= 1000:
         return int(steps)
-    near = min(max(round(steps), 1), 1000) if isinstance(steps, (int, float)) and math.isfinite(steps) else 28
+    near = 28
+    if isinstance(steps, (int, float)) and not math.isnan(min(steps, 1000)):
+        near = round(min(max(steps, 1), 1000))
     raise ValueError(f"num_inference_steps {steps!r} is not a whole number within 1…1000; try {near}")
 
 
@@ -419,7 +420,9 @@ def make_schedule(
     Source: diffusers, ``FlowMatchEulerDiscreteScheduler`` and ``UniPCMultistepScheduler``; Karras et al. 2022, eq. 5.
     """
     if mu is not None and (shift != 1.0 or not abs(mu) < 50):
-        raise ValueError(f"mu {mu} with shift {shift}: give one of them, mu within ±50; the same shift is exp(mu)")
+        raise ValueError(
+            f"mu {mu} with shift {shift}: try one of them alone; mu lies within ±50 and equals shift = exp(mu)"
+        )
     k = shift if mu is None else math.exp(mu)
     base = _base_grid(num_inference_steps, grid, k) if sigmas is None else _given_grid(sigmas, num_inference_steps)
     levels = _respace(_stretch(shift_sigmas(base, k), terminal), spacing)
@@ -478,7 +481,10 @@ assert (
 fig, ax = plt.subplots(figsize=(6.4, 3.4))
 for row, (schedule, _) in enumerate(PUBLISHED.values()):
     ax.plot(schedule.sigmas, [row] * len(schedule.values), "o-", color=COLORS[row % 5], ms=4, lw=0.8)
-ax.set(title="Real models crowd their stations at the noisy end", xlabel="σ: the walk goes from left to right")
+ax.set(
+    title="Shifted schedules crowd at the noise, Karras and exponential at the data",
+    xlabel="σ: the walk goes from left to right",
+)
 ax.set(xlim=(1.03, -0.03), ylim=(9.5, -0.5))
 ax.set_yticks(range(len(PUBLISHED)), PUBLISHED)
 show(fig, alt="Ten rows of dots between sigma 1 and 0; HunyuanVideo's crowd at 1, Karras' and the exponential's at 0.")
@@ -520,7 +526,7 @@ _IDLE = frozenset(  # UniPC's old noise table and its own solver: they do not mo
 
 # %% tags=["export", "hide"]
 def _read_settings(config: str | Path | dict) -> tuple[str, dict]:
-    """Class and settings of a scheduler config, every one of them known."""
+    """Class and settings of a scheduler config, every one of them known and of the right kind."""
     if not isinstance(config, dict):
         path = Path(config) / "scheduler_config.json" if Path(config).is_dir() else Path(config)
         try:
@@ -528,20 +534,22 @@ def _read_settings(config: str | Path | dict) -> tuple[str, dict]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no readable scheduler_config.json: {error}") from error
     name = config.get("_class_name") if isinstance(config, dict) else None
-    if name not in _FOLLOWED:
+    if str(name) not in _FOLLOWED:
         raise ValueError(f"scheduler class {name!r} is not supported; try {' or '.join(_FOLLOWED)}")
-    settings = {key: value for key, value in config.items() if not key.startswith("_")}
-    idle = _IDLE if name == "UniPCMultistepScheduler" else frozenset()
-    known = _FOLLOWED[name].keys() | _ONLY[name].keys() | idle
-    if unknown := sorted(settings.keys() - known):
-        raise ValueError(f"{name} setting {', '.join(unknown)} is unknown; known are {', '.join(sorted(known))}")
-    settings = _FOLLOWED[name] | settings
-    for key, wanted in _ONLY[name].items():
-        if settings.get(key, wanted) != wanted:
-            raise ValueError(f"{name} with {key} = {settings[key]!r} is not supported; only {wanted!r} is")
+    followed, only, idle = _FOLLOWED[name], _ONLY[name], _IDLE if name == "UniPCMultistepScheduler" else set()
+    settings = followed | {key: value for key, value in config.items() if not key.startswith("_")}
+    for key, value in settings.items():
+        if key not in followed | only and key not in idle:
+            raise ValueError(f"{name} setting {key} is unknown; known are {', '.join(followed | only)}")
+        if key in only and value != only[key]:
+            raise ValueError(f"{name} with {key} = {value!r} is not supported; only {only[key]!r} is")
+        kinds = {bool: (bool,), str: (str,)}.get(type(followed.get(key)), (int, float))
+        if key in followed and value != followed[key] and type(value) not in kinds:
+            raise ValueError(f"{name} with {key} = {value!r} is not supported; try {followed[key]!r}")
     return name, settings
 
 
+# %% tags=["export", "hide"]
 def _schedule_from_config(config, steps: int | None, num_tokens: int | None, grid: str, sigmas) -> Schedule:
     """See `Schedule.from_config`."""
     name, got = _read_settings(config)
@@ -551,16 +559,15 @@ def _schedule_from_config(config, steps: int | None, num_tokens: int | None, gri
     spacing = [key for key in SPACINGS if got.get(f"use_{key}_sigmas")] or ["linear"]
     if len(spacing) > 1:
         raise ValueError(f"the config asks for {' and '.join(spacing)} spacing; set only one of them true")
-    shift = got["shift"]
+    shift, kind = got["shift"], got["time_shift_type"]
     if got["use_dynamic_shifting"]:
         if num_tokens is None:
             raise ValueError("the config shifts by picture size; pass num_tokens, 4096 for a 1024×1024 FLUX picture")
+        if kind not in ("exponential", "linear"):
+            raise ValueError(f'time_shift_type {kind!r} is unknown; try "exponential" or "linear"')
         line = (got[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift"))
-        shift = dynamic_mu(num_tokens, *line)
-        if got["time_shift_type"] == "exponential":
-            shift = math.exp(shift)
-        elif got["time_shift_type"] != "linear":  # "linear" takes μ itself for k
-            raise ValueError(f'time_shift_type {got["time_shift_type"]!r} is unknown; try "exponential" or "linear"')
+        mu = dynamic_mu(num_tokens, *line)
+        shift = math.exp(mu) if kind == "exponential" else mu  # "linear" takes μ itself for k
     return make_schedule(steps, shift, terminal=terminal, spacing=spacing[0], grid=grid, sigmas=sigmas)
 
 
@@ -681,6 +688,7 @@ fig, ax = plt.subplots(figsize=(6, 2.8))
 for name, error in errors.items():
     ax.loglog([SOLVER_CALLS[name] * n for n in counts], error, "o-", label=f"{name}, slope {slopes[name]:.2f}")
 ax.set(title="Error against what you pay: calls of the network", xlabel="calls", ylabel="mean error")
+ax.minorticks_off()
 ax.legend()
 show(fig, alt="On log axes errors fall with the number of calls: Euler with slope −1, Heun and multistep with −2.")
 
@@ -698,9 +706,9 @@ show(fig, alt="On log axes errors fall with the number of calls: Euler with slop
 for step in SOLVERS.values():
     video = sample(step, noise, make_schedule(6, 3.0))
     assert torch.equal(video[:, :, 1], sample(step, noise[:, :, 1], make_schedule(6, 3.0)))  # (B, C, H, W)
-small, x = torch.full((8,), 0.3, dtype=torch.bfloat16), torch.full((8,), 1.5, dtype=torch.bfloat16)
-once = (x.float() + (0.8 - 1.0) * small.float()).bfloat16()
-assert torch.equal(euler_step(lambda x, s: small, x, 1.0, 0.8).latents, once)
+x, small = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+once = (x.float() + (0.7 - 1.0) * small.float()).bfloat16()
+assert torch.equal(euler_step(lambda x, s: small, x, 1.0, 0.7).latents, once)
 
 # %% [markdown] lang="zh"
 # ## 和真家伙对一对

@@ -34,6 +34,7 @@
 # **Think first:** a transformer block knows nothing but a row of tokens. How would you cut a $4 \times 6$ picture into a row, so that it can be put back? And if someone puts a $4 \times 6$ grid of tokens back as $6 \times 4$, will a shape warn you?
 
 # %% tags=["export"]
+import math
 from dataclasses import dataclass
 
 import torch
@@ -240,7 +241,8 @@ def quarters_flipped(table: Tensor) -> Tensor:
 
 place = sincos_2d((8, 20), 64)
 likeness = F.cosine_similarity(place[3 * 20 + 12], place, dim=-1).reshape(8, 20)  # row 3, column 12 against all
-image_grid([likeness], ["likeness to row 3, column 12"], size=3, alt="A bright spot at row 3, column 12, fading outwards.")
+alt = "A bright spot at row 3, column 12, fading outwards along its row and its column."
+image_grid([likeness], ["likeness to the patch in row 3, column 12"], size=3, alt=alt)
 
 # %% tags=["check"]
 from diffusers.models.embeddings import PatchEmbed, get_2d_sincos_pos_embed
@@ -316,11 +318,11 @@ class DiTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not a positive number; try 1")
         if min(self.joint_depth, self.parallel_depth) < 0 or self.joint_depth + self.parallel_depth == 0:
-            raise ValueError(f"depth {self.joint_depth} + {self.parallel_depth}: a DiT needs a block; try 1 + 0")
-        for name, number in (("heads", self.heads), ("4 (positions)", 4)):
-            if self.width % number:
-                near = f"{self.width // number * number or number} or {-(-self.width // number) * number}"
-                raise ValueError(f"width {self.width} is not a multiple of {name} {number}; try {near}")
+            raise ValueError(f"depths {self.joint_depth} and {self.parallel_depth}: a DiT needs a block; try 1 and 0")
+        rule = math.lcm(self.heads, 4)  # whole heads, and two sinusoids for positions
+        if self.width % rule:
+            near = f"{self.width // rule * rule or rule} or {-(-self.width // rule) * rule}"
+            raise ValueError(f"width {self.width} is not a multiple of {rule} (heads {self.heads}, 4); try {near}")
 
 
 # %% tags=["export"]
@@ -397,6 +399,7 @@ class DiT(nn.Module):
             x = block(x, cond, joint_mask(text_mask, n))
         return unpatchify(self.final(x[:, :n], cond), p, grid)
 
+
 # %% tags=["check"]
 torch.manual_seed(0)
 net = DiT(DiTConfig(width=32, heads=4, joint_depth=1, parallel_depth=1, text_width=16)).requires_grad_(False)
@@ -410,6 +413,9 @@ for x in (wide, tall):
     v = net(x, t, text, mask, pooled)
     alone = net(x[1:], t[1:], text[1:, :3], None, pooled[1:])  # without the two padded words
     assert v.shape == x.shape and torch.allclose(v[1:], alone, atol=1e-4)
+for time, said, sense in ((t.flip(0), text, pooled), (t, text.flip(0), pooled), (t, text, pooled.flip(0))):
+    heard = net(wide, time, said, None, sense)  # time, words and pooled prompt all count
+    assert not torch.allclose(heard, net(wide, t, text, None, pooled), atol=0.01)
 turned = wide.unflatten(-1, (3, 4)).flip(-2).flatten(-2)  # whole patches change places, left and right
 back = net(turned, t, text, mask, pooled).unflatten(-1, (3, 4)).flip(-2).flatten(-2)
 assert not torch.allclose(back, net(wide, t, text, mask, pooled), atol=0.01)  # it knows where each patch is
@@ -467,7 +473,7 @@ def flop_count(config: DiTConfig, grid: tuple[int, int], text_tokens: int, batch
     c, d = config, config.width
     n, m, depth = grid[0] * grid[1], text_tokens, c.joint_depth + c.parallel_depth
     patch_dim = c.patch**2 * c.latent_channels
-    once = (256 + d) * d + (c.text_width + d) * d + 12 * d * d * c.joint_depth + 3 * d * d * c.parallel_depth + 2 * d * d
+    once = (256 + c.text_width + 2 * d) * d + (12 * c.joint_depth + 3 * c.parallel_depth + 2) * d * d
     tokens = n * 2 * patch_dim * d + m * c.text_width * d + 12 * d * d * (n + m) * depth
     if not c.parallel_depth:  # the text of the last joint block: two knobs of six, no output, no feed-forward
         once, tokens = once - 4 * d * d, tokens - 9 * d * d * m
@@ -490,7 +496,8 @@ for config in (DiTConfig(), DiTConfig(3, 2, 32, 4, 3, 0, 24), DiTConfig(8, 1, 64
 for patch in (8, 4, 2, 1):
     config, side = DiTConfig(patch=patch), 16 // patch
     work = flop_count(config, (side, side), text_tokens=8)
-    print(f"patch {patch}: {side * side:3} tokens, {parameter_count(config) / 1e6:.1f} M parameters, {work / 1e9:.2f} GFLOPs")
+    size = parameter_count(config)
+    print(f"patch {patch}: {side * side:3} tokens, {size / 1e6:.1f} M parameters, {work / 1e9:.2f} GFLOPs")
 
 # %% [markdown] lang="zh"
 # 图块减半，参数几乎不变，运算翻好几倍。DiT 论文的发现正是：画质跟着运算量走，而不是参数量。
@@ -677,7 +684,8 @@ assert not torch.allclose(sincos_2d((4, 2), 64).roll(32, dims=-1), sincos_2d((4,
 broad = torch.randn(1, 3, 16, 24, generator=torch.Generator().manual_seed(2))
 broad, _ = denoise(torch.tensor([8]), broad)
 assert broad.shape == (1, 3, 16, 24)
-image_grid([broad[0] / 2 + 0.5], ["red 8, 16×24"], size=1.6, alt="A red figure at the left and smeared colour beside it.")
+alt = "A red 8 at the left; to the right of it, columns never seen in training, coloured noise."
+image_grid([broad[0] / 2 + 0.5], ["red 8, 16×24"], size=1.6, alt=alt)
 
 # %% [markdown] lang="zh"
 # ## 小结

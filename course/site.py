@@ -1,0 +1,400 @@
+"""``course site``: chapters, cards, notes and the engine's reference as static HTML in two languages, from committed files."""
+
+import html
+import json
+import os
+import re
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+import jinja2
+
+from course.documents import STAMP, document_names, half
+from course.files import CourseError, read_notebook
+from course.site_api import api_sections, read_package
+from course.site_chapters import ChapterExporter, name_page, take
+from course.site_check import REMOTE, site_faults
+from course.site_hero import hero_svg
+from course.site_math import Formulas
+from course.site_pages import Media, Page, Section, commits, share_anchors
+from course.site_search import search_index
+from course.site_text import Context, Markdown, code_block, highlighted, links
+from course.source import CHAPTER_NAME, LANGUAGES, load_chapters
+
+MANIFEST = ".files"  # what the last build wrote, so that the next one removes what is gone, and nothing else
+PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg")
+LARGEST = 300_000  # bytes of a linked text file that gets a page
+PARTS = re.compile(r"(papers|notes|pages|files)/")
+MODULE = re.compile(r"(diffusion_engine|minivllm)(/\w+)+\.py")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made: the folder, how many pages and files, how large, how long it took."""
+
+    output: Path
+    pages: int
+    files: int
+    size: int
+    seconds: float
+
+
+class Site:
+    """All pages of one build, held in memory until every link is known to resolve."""
+
+    def __init__(self, root: Path):
+        self.root, self.home = root, root / "site"
+        self.words = tomllib.loads((self.home / "words.toml").read_text(encoding="utf-8"))
+        self.formulas = Formulas(self.home / "vendor" / "katex" / "katex.min.js")
+        self.markdown, self.media = Markdown(self.formulas), Media()
+        self.exporter = ChapterExporter(self.home / "templates", self.markdown, self.media)
+        loader = jinja2.FileSystemLoader(self.home / "templates")
+        self.templates = jinja2.Environment(
+            loader=loader, autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self.templates.filters |= {"e": lambda text: html.escape(str(text)), "highlighted": highlighted, "relink": relink}
+        self.pages: dict[tuple[str, str], Page] = {}
+        self.by_source: dict[str, str] = {}  # a file from the root → the key of its page
+        self.commits = commits(root)
+        self.modules = {chapter.module: chapter.path.stem for chapter in load_chapters(root) if chapter.module}
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Find every page, parse its Markdown, and follow links to files of the repository that need a page too."""
+        for path in sorted((self.root / "notebooks" / "source").glob("*.py")):
+            if CHAPTER_NAME.fullmatch(path.stem):
+                self._add_chapter(path.stem)
+        for name in document_names(self.root):
+            folder = name.parent.relative_to(self.root).as_posix()
+            key = f"{'pages' if folder == 'site/pages' else folder}/{name.name}"
+            for language in LANGUAGES:
+                if half(name, language).is_file():
+                    self._add_document(language, key, half(name, language))
+        waiting = list(self.pages.values())
+        while waiting:
+            waiting = [new for page in waiting for new in self._linked_files(page)]
+        self._share_anchors()
+        self.formulas.prepare(
+            formula
+            for page in self.pages.values()
+            for piece in page.pieces.values()
+            for formula in self.markdown.wanted_formulas(piece)
+        )
+        for page in self.pages.values():
+            page.title = self._title(page)
+
+    def _add_chapter(self, stem: str) -> None:
+        for language in LANGUAGES:
+            folder = f"notebooks/{language}"
+            notebook = read_notebook(self.root / folder / f"{stem}.ipynb")
+            if notebook is None:
+                continue
+            page = Page(language, stem, "chapter", f"notebooks/source/{stem}.py", folder, cells=notebook["cells"])
+            for place, cell in enumerate(page.cells):
+                if cell["cell_type"] == "markdown":
+                    where = f"{folder}/{stem}.ipynb, cell {place + 1}"
+                    page.pieces[cell["id"]] = self.markdown.parse(cell["source"], where, language)
+            self._add(page, f"{folder}/{stem}.ipynb", page.source)
+
+    def _add_document(self, language: str, key: str, path: Path) -> Page:
+        source = path.relative_to(self.root).as_posix()
+        page = Page(language, key, "document", source, os.path.dirname(source))
+        page.pieces["text"] = self.markdown.parse(STAMP.sub("\n", path.read_text(encoding="utf-8")), source, language)
+        self._add(page, source)
+        return page
+
+    def _add(self, page: Page, *sources: str) -> None:
+        self.pages[page.language, page.key] = page
+        self.by_source |= dict.fromkeys(sources, page.key)
+
+    def _linked_files(self, page: Page) -> list[Page]:
+        """New pages for files that this page links to: a model card in both languages, a module's text."""
+        new = []
+        for link in [link for piece in page.pieces.values() for link in links(piece)]:
+            path = self._target(page, link)
+            if path is None or path in self.by_source or not (self.root / path).is_file():
+                continue
+            if path.endswith(".md"):
+                base = re.sub(r"(\.zh|\.en)?\.md$", "", path)
+                for language in LANGUAGES:
+                    choices = [f"{base}.{language}.md", f"{base}.md", path]
+                    found = next(choice for choice in choices if (self.root / choice).is_file())
+                    new.append(self._add_document(language, f"files/{base}", self.root / found))
+                self.by_source[path] = f"files/{base}"
+            elif not path.endswith(PICTURES) and (self.root / path).stat().st_size <= LARGEST:
+                new += [self._add_code(language, path) for language in LANGUAGES]
+        return new
+
+    def _add_code(self, language: str, path: str) -> Page:
+        page = Page(language, f"files/{path}", "code", path, os.path.dirname(path), title=path, heading=path)
+        page.body = code_block((self.root / path).read_text(encoding="utf-8"), Path(path).suffix.lstrip(".") or "text")
+        self._add(page, path)
+        return page
+
+    def _share_anchors(self) -> None:
+        for key in dict.fromkeys(key for _, key in self.pages):
+            twins = [self.pages[language, key] for language in LANGUAGES if (language, key) in self.pages]
+            share_anchors(twins, [self._headings(page) for page in twins])
+
+    def _headings(self, page: Page) -> dict[str, list[str]]:
+        """The words of a page's headings by cell, without formulas: they become anchors."""
+        found = {}
+        for cell, piece in page.pieces.items():
+            pairs = zip(piece.tokens, [None, *piece.tokens])
+            lines = [now for now, before in pairs if before is not None and before.type == "heading_open"]
+            found[cell] = ["".join(child.content for child in line.children or []) for line in lines]
+        return found
+
+    def _title(self, page: Page) -> str:
+        """The first heading's words."""
+        for piece in page.pieces.values():
+            for level, said in self.markdown.spoken(piece):
+                if level:
+                    return said.strip()
+        return page.title or page.key
+
+    # --- how things find each other ----------------------------------------------------------------------------------
+
+    def _target(self, page: Page, link: str) -> str | None:
+        """The file from the root that a relative link means, or None for a remote link or an anchor alone."""
+        place = unquote(link.split("#")[0].split("?")[0])
+        if not place or REMOTE.match(link) or link.startswith("mailto:"):
+            return None
+        return os.path.normpath(os.path.join(page.folder, place)).replace(os.sep, "/")
+
+    def resolve(self, page: Page, link: str) -> str:
+        """A link as it stands in the page.
+
+        Raises:
+            CourseError: it leads to nothing that the site holds.
+        """
+        path = self._target(page, link)
+        anchor = link.partition("#")[2]
+        if path is None:
+            return f"#{page.aliases.get(unquote(anchor), anchor)}" if link.startswith("#") else link
+        if path.endswith(PICTURES) and (self.root / path).is_file():
+            return page.up + self.media.add((self.root / path).read_bytes(), path.rsplit(".", 1)[1])
+        other = self.pages.get((page.language, self.by_source.get(path, "")))
+        if other is None and page.source.startswith("site/pages/"):
+            return link  # such a page may also name its neighbours where the site puts them; checked at the end
+        if other is None:
+            raise CourseError(f"{page.source}: the link {link} leads to nothing that the site holds")
+        return page.href(other, other.aliases.get(unquote(anchor), anchor))
+
+    def picture(self, page: Page, source: str) -> str:
+        """A picture of a piece of Markdown as a file of the site."""
+        if source.startswith("data:"):
+            return self.media.externalise(source, page.up)
+        path = self._target(page, source)
+        if path is None or not (self.root / path).is_file():
+            raise CourseError(f"{page.source}: the picture {source} is not a file of the repository")
+        return page.up + self.media.add((self.root / path).read_bytes(), path.rsplit(".", 1)[-1])
+
+    def chapter(self, page: Page, number: str) -> str | None:
+        """The way from a page to a chapter by its number; None for the page itself and for chapters to come."""
+        found = [other for (language, key), other in self.pages.items() if key.startswith(f"{number}_")]
+        found = [other for other in found if other.language == page.language and other.kind == "chapter"]
+        return page.href(found[0]) if found and found[0] is not page else None
+
+    def mention(self, page: Page, code: str) -> str | None:
+        """The page that a piece of inline code names: ``papers/03_dit``, ``diffusion_engine/dit.py``."""
+        if PARTS.match(code) and (other := self.pages.get((page.language, re.sub(r"(\.(zh|en))?\.md$", "", code)))):
+            return page.href(other)
+        api = self.pages.get((page.language, "api"))
+        if api and MODULE.fullmatch(code) and (anchor := code.removesuffix(".py").replace("/", "-")) in api.anchors:
+            return page.href(api, anchor)
+        return None
+
+    def context(self, page: Page) -> Context:
+        """Everything that rendering a page's Markdown needs to know."""
+        return Context(
+            page.language,
+            self.words[page.language],
+            lambda link: self.resolve(page, link),
+            lambda source: self.picture(page, source),
+            lambda number: self.chapter(page, number),
+            lambda code: self.mention(page, code),
+            list(page.anchors),
+        )
+
+    # --- rendering ---------------------------------------------------------------------------------------------------
+
+    def render(self) -> dict[str, bytes]:
+        """Every file of the site by path."""
+        self._add_reference()
+        for page in self.pages.values():
+            if page.kind == "chapter":
+                page.body = self.exporter.convert(page, self.context(page))
+            elif page.kind == "document":
+                self._render_document(page)
+        maps = [Page(language, "index", "map", "", "", title=self.words[language]["site"]) for language in LANGUAGES]
+        self.pages |= {(page.language, page.key): page for page in maps}
+        files = {page.path: self._html(page).encode() for page in self.pages.values()}
+        files["index.html"] = self._front().encode()
+        files["assets/search-index.js"] = search_index(list(self.pages.values()), LANGUAGES).encode()
+        return files | self._assets() | self.media.files
+
+    def _add_reference(self) -> None:
+        order = [f"{module}.py" for module in self.modules]
+        modules = read_package(self.root, "diffusion_engine", order)
+        for language in LANGUAGES:
+            page = Page(language, "api", "api", "diffusion_engine", "", title=self.words[language]["api"])
+            page.heading, page.sections = page.title, api_sections(modules)
+            page.anchors = [module.anchor for module in modules]
+            self._add(page)
+            chapters = {f"{module}.py": self.pages.get((language, stem)) for module, stem in self.modules.items()}
+            template = self.templates.get_template("api.html.j2")
+            page.body = template.render(modules=modules, chapters=chapters, page=page, words=self.words[language])
+
+    def _render_document(self, page: Page) -> None:
+        (piece,), context = page.pieces.values(), self.context(page)
+        tokens = list(piece.tokens)
+        page.sections = list(self._document_sections(page))
+        if heading := take(tokens, "heading_open"):
+            context.anchors.pop(0)
+            name_page(page, self.markdown.inline(heading[1].children, piece, context))
+        else:
+            page.heading = html.escape(page.title)
+        page.body = self.markdown.render(piece._replace(tokens=tokens), context)
+        first = next((a for b, a in zip(piece.tokens, piece.tokens[1:]) if b.type == "paragraph_open"), None)
+        page.promise = self.markdown.inline(first.children, piece, context) if first else ""
+
+    def _document_sections(self, page: Page) -> list[Section]:
+        anchors, sections = iter(page.anchors), []
+        for level, said in self.markdown.spoken(page.pieces["text"]):
+            if level:
+                sections.append(Section(next(anchors), level, said.strip()))
+            elif sections:
+                sections[-1].prose.append(said)
+        return sections
+
+    def group(self, language: str, name: str) -> list[Page]:
+        """The pages of one part in reading order: ``chapters``, ``appendix``, ``papers``, ``notes`` or ``pages``."""
+        pages = [page for page in self.pages.values() if page.language == language]
+        if name in ("chapters", "appendix"):
+            return [p for p in pages if p.kind == "chapter" and p.key.startswith("A") == (name == "appendix")]
+        return [page for page in pages if page.kind == "document" and page.key.startswith(f"{name}/")]
+
+    def _groups(self, language: str) -> list[tuple[str, list[Page]]]:
+        names = ("pages", "chapters", "appendix", "papers", "notes")
+        return [(name, found) for name in names if (found := self.group(language, name))]
+
+    def _neighbours(self, page: Page) -> tuple[Page | None, Page | None]:
+        """The pages before and after this one in its part."""
+        row = [other for _, pages in self._groups(page.language) for other in pages if _same_part(other, page)]
+        place = row.index(page) if page in row else -1
+        if place < 0:
+            return None, None
+        return (row[place - 1] if place else None), (row[place + 1] if place + 1 < len(row) else None)
+
+    def _html(self, page: Page) -> str:
+        language = page.language
+        other = next(name for name in LANGUAGES if name != language)
+        twin = self.pages.get((other, page.key)) or self.pages[other, "index"]
+        before, after = self._neighbours(page)
+        template = self.templates.get_template("map.html.j2" if page.kind == "map" else "page.html.j2")
+        return template.render(
+            page=page,
+            words=self.words[language],
+            other=other,
+            twin=page.href(twin),
+            groups=self._groups(language),
+            before=before,
+            after=after,
+            commit=self.commits.get(page.source, "") or (self.commits.get("", "") if not page.source else ""),
+            source=page.source,
+            home=self.pages[language, "index"],
+            api=self.pages[language, "api"],
+            up=page.up,
+            settings=self._settings(page),
+        )
+
+    def _settings(self, page: Page) -> str:
+        """What the page's script needs to know, as JSON inside a script element."""
+        words = self.words[page.language]["script"]
+        key = page.key if page.kind == "chapter" else ""
+        data = {"language": page.language, "up": page.up, "chapter": key, "words": words}
+        return json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
+
+    def _front(self) -> str:
+        demo = self.home / "images" / "demo.png"
+        picture = self.media.add(demo.read_bytes(), "png") if demo.is_file() else ""
+        template = self.templates.get_template("front.html.j2")
+        hero = hero_svg().replace("LABEL", html.escape(self.words["en"]["hero"]))
+        return template.render(words=self.words, hero=hero, picture=picture, up="", commit=self.commits.get("", ""))
+
+    def _assets(self) -> dict[str, bytes]:
+        """Styles, scripts and fonts; KaTeX's script stays behind, its work is done."""
+        files = {f"assets/{path.name}": path.read_bytes() for path in sorted((self.home / "assets").iterdir())}
+        katex = self.home / "vendor" / "katex"
+        shipped = [katex / "katex.min.css", katex / "LICENSE", *sorted((katex / "fonts").glob("*.woff2"))]
+        return files | {f"katex/{path.relative_to(katex).as_posix()}": path.read_bytes() for path in shipped}
+
+
+def relink(shown: str, source: Page, page: Page) -> str:
+    """HTML made for one page as another page may show it: its links start elsewhere."""
+
+    def move(found: re.Match) -> str:
+        link = found.group(1)
+        if REMOTE.match(link) or link.startswith("mailto:"):
+            return found.group()
+        if link.startswith("#"):
+            return f'href="{page.href(source)}{link}"'
+        path, mark, anchor = link.partition("#")
+        target = os.path.normpath(os.path.join(os.path.dirname(source.path), path))
+        return f'href="{os.path.relpath(target, os.path.dirname(page.path)).replace(os.sep, "/")}{mark}{anchor}"'
+
+    return re.sub(r'href="([^"]*)"', move, shown)
+
+
+def _same_part(one: Page, other: Page) -> bool:
+    return one.key.rpartition("/")[0] == other.key.rpartition("/")[0] and one.kind == other.kind
+
+
+def build_site(root: Path, output: Path | None = None) -> Built:
+    """Build the site; nothing is executed, and nothing is written unless everything is right.
+
+    Args:
+        output: a folder; ``site/build`` by default.
+
+    Raises:
+        CourseError: a formula that does not parse, a link, anchor or picture that leads nowhere, a figure without alt
+            text, anything that would be loaded from elsewhere.
+    """
+    start = time.perf_counter()
+    output = output or root / "site" / "build"
+    site = Site(root)
+    site.collect()
+    files = site.render()
+    if faults := site_faults(files):
+        more = f"\n… and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise CourseError("the site would be broken:\n" + "\n".join(faults[:20]) + more)
+    write_site(output, files)
+    size = sum(len(data) for data in files.values())
+    return Built(output, len(site.pages) + 1, len(files), size, time.perf_counter() - start)
+
+
+def write_site(output: Path, files: dict[str, bytes]) -> None:
+    """Write the files that changed and remove those that an earlier build wrote and this one did not.
+
+    Raises:
+        CourseError: the folder holds files that no build wrote.
+    """
+    manifest = output / MANIFEST
+    if output.is_dir() and not manifest.is_file() and any(output.iterdir()):
+        raise CourseError(f"{output} is not empty and was not written by `course site`; name another folder")
+    old = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    output.mkdir(parents=True, exist_ok=True)
+    manifest.write_text("".join(f"{name}\n" for name in sorted({*old, *files})), encoding="utf-8")
+    for name, data in files.items():
+        path = output / name
+        if not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    for name in set(old) - set(files):
+        (output / name).unlink(missing_ok=True)
+    manifest.write_text("".join(f"{name}\n" for name in sorted(files)), encoding="utf-8")
