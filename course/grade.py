@@ -189,8 +189,10 @@ def work() -> None:
             events.write(json.dumps(entry) + "\n")
             events.flush()
 
-        def begin(cell: str, index: int) -> None:
-            faulthandler.dump_traceback_later(plan["limit"], exit=True, file=hung)
+        def begin(cell: str, index: int, limited: bool) -> None:
+            faulthandler.cancel_dump_traceback_later()
+            if limited:
+                faulthandler.dump_traceback_later(plan["limit"], exit=True, file=hung)
             tell({"begin": [cell, index]})
 
         trial = Trial(plan["module"], {(cell, index): why for cell, index, why in plan["dead"]}, begin)

@@ -140,7 +140,9 @@ def docstring_html(doc: str) -> str:
             section = title
             parts.append(f'<p class="doc-section">{title}</p>{_items(_dedent(rest), section)}')
         elif block.startswith("    "):
-            shown = _items(_dedent(block), section) if section else f"<pre tabindex=\"0\">{html.escape(_dedent(block))}</pre>"
+            shown = (
+                _items(_dedent(block), section) if section else f'<pre tabindex="0">{html.escape(_dedent(block))}</pre>'
+            )
             parts.append(shown)
         elif block.strip():
             section = ""

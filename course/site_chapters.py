@@ -135,13 +135,12 @@ def take(tokens: list[Token], kind: str) -> list[Token]:
     """Remove the block that the list begins with, if it is of that kind, and return its tokens."""
     if not tokens or tokens[0].type != kind:
         return []
-    depth = 0
-    for end, token in enumerate(tokens):
-        depth += token.nesting
-        if depth == 0:
-            break
-    block = tokens[: end + 1]
-    del tokens[: end + 1]
+    depth, end = 0, 0
+    while depth or not end:
+        depth += tokens[end].nesting
+        end += 1
+    block = tokens[:end]
+    del tokens[:end]
     return block
 
 

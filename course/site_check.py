@@ -58,7 +58,9 @@ def _link_faults(path: str, target: str, files: dict[str, bytes], anchors: dict[
     if REMOTE.match(target) or re.match(r"(mailto|data|javascript):", target):
         return []
     place, _, anchor = target.partition("#")
-    place = os.path.normpath(os.path.join(os.path.dirname(path), unquote(place))).replace(os.sep, "/") if place else path
+    place = (
+        os.path.normpath(os.path.join(os.path.dirname(path), unquote(place))).replace(os.sep, "/") if place else path
+    )
     if place not in files:
         return [f"{path}: {target} leads nowhere"]
     if anchor and place.endswith(".html") and unquote(anchor) not in anchors.get(place, ()):

@@ -152,7 +152,9 @@ def commits(root: Path) -> dict[str, str]:
 
     def git(*arguments: str) -> str:
         try:
-            done = subprocess.run(["git", "-C", root, "-c", "core.quotepath=off", *arguments], capture_output=True, text=True, timeout=20)
+            done = subprocess.run(
+                ["git", "-C", root, "-c", "core.quotepath=off", *arguments], capture_output=True, text=True, timeout=20
+            )
         except (OSError, subprocess.TimeoutExpired):
             return ""
         return done.stdout if done.returncode == 0 else ""

@@ -15,6 +15,7 @@ from mdit_py_plugins.footnote import footnote_plugin
 from mdit_py_plugins.tasklists import tasklists_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
@@ -24,6 +25,7 @@ CHAPTERS = {
     "zh": re.compile(r"第 ?(?:\d\d|A\d)(?:(?:[、和与到]| ?[–-] ?)(?:\d\d|A\d))* ?章"),
     "en": re.compile(r"\b[Cc]hapters? (?:\d\d|A\d)(?:(?:, | and | to | or |–)(?:\d\d|A\d))*\b"),
 }
+FORMATTER = HtmlFormatter(nowrap=True)
 SHORT = 18  # characters of a formula that never breaks across lines
 NUMBER = re.compile(r"\d\d|A\d")
 MATH = {"math_inline": False, "math_inline_double": True, "math_block": True, "amsmath": True}
@@ -53,11 +55,17 @@ class Context:
 @lru_cache(maxsize=4096)
 def highlighted(code: str, language: str = "python") -> str:
     """Code as spans of Pygments' classes, without a wrapper."""
+    lexer = lexer_of(language)
+    return highlight(code, lexer, FORMATTER).rstrip("\n") if lexer else html.escape(code)
+
+
+@lru_cache
+def lexer_of(language: str) -> Lexer | None:
+    """Pygments' lexer for a language, or None when it knows none of that name."""
     try:
-        lexer = get_lexer_by_name(language, stripnl=False)
+        return get_lexer_by_name(language, stripnl=False)
     except ClassNotFound:
-        return html.escape(code)
-    return highlight(code, lexer, HtmlFormatter(nowrap=True)).rstrip("\n")
+        return None
 
 
 def code_block(code: str, language: str, label: str = "") -> str:

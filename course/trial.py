@@ -143,14 +143,15 @@ class Trial:
     Args:
         module: dotted name of the module that must not be imported.
         dead: (cell id, step) → message for steps that are not run, because they never came back.
-        report: called with a step about to run and with each result.
+        report: called with cell id and number of a step about to run, and whether its time is limited (an import's
+            is not: the first import of a library may take long).
     """
 
     def __init__(
         self,
         module: str,
         dead: Mapping[tuple[str, int], str] | None = None,
-        report: Callable[[str, int], None] = lambda cell, index: None,
+        report: Callable[[str, int, bool], None] = lambda cell, index, limited: None,
     ):
         hide(module)
         self.dead, self.report = dead or {}, report
@@ -176,7 +177,7 @@ class Trial:
         if result.cause is None and (cell.id, index) in self.dead:
             result.state, result.kind, result.message = "failed", "TimeoutError", self.dead[cell.id, index]
         elif result.cause is None:
-            self.report(cell.id, index)
+            self.report(cell.id, index, not isinstance(step.node, ast.Import | ast.ImportFrom))
             try:
                 exec(compile(ast.Module([step.node], []), cell.id, "exec"), self.names)
             except BaseException as error:  # whatever a learner's code raises, SystemExit too, is a result

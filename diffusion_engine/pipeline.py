@@ -211,7 +211,5 @@ def generate(
     if not state.cancelled:
         with meter("decode"), torch.no_grad():
             images = to_pictures(require_finite(decode(state.latents), "decode"))
-    seconds = dict(meter.seconds)
-    return Result(
-        images, state.latents, tuple(seeds), schedule.sigmas, seconds, state.step, state.history, state.cancelled
-    )
+    stages = dict(meter.seconds)
+    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:])  # step, history, cancelled

@@ -1,42 +1,162 @@
-"""A chapter with one line of it made wrong: which of its checks notices?"""
+"""A chapter with one line of it made wrong: which of its checks notices?
+
+Each chapter runs once, in a forked process. At the cell that a fault belongs to, a further process is forked for it, which
+goes on from there with the faulty cell until a check fails: nothing before that cell is run again.
+"""
 
 import io
-from contextlib import redirect_stdout
+import os
+import pickle
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-import pytest
 import torch
 
-from course import figures
+from course.grade import WRONG, Program, Verdict, assemble, judge
 from course.source import Chapter, chapter_paths, load_chapter
+from course.tasks import Sheet, steps
+from course.trial import Code, Result, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
+MUTANTS = ROOT / "tests" / "mutants"
 
 
+@dataclass(frozen=True)
+class Mutant:
+    """A typical mistake that keeps every shape: ``right`` becomes ``wrong`` in an export cell.
+
+    ``check`` is part of the assertion that is meant to notice, its comment included.
+    """
+
+    name: str
+    right: str
+    wrong: str
+    check: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The first assertion of a check that failed, or the exception that came before it; and the graded tasks."""
+
+    failure: Result | None
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def wrong(self) -> list[str]:
+        """Names of the tasks graded ✗."""
+        return [v.task.name for v in self.verdicts if v.status == WRONG]
+
+
+@cache
 def chapter(number: str) -> Chapter:
     """The source of one chapter."""
     return load_chapter(*chapter_paths(ROOT, [number]), ROOT)
 
 
+def mutants(number: str) -> list[Mutant]:
+    """The mistakes of one chapter, ``tests/mutants/NN.toml``."""
+    entries = tomllib.loads((MUTANTS / f"{number}.toml").read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(**entry) for entry in entries]
+
+
+def forked(function: Callable, *arguments: Any) -> Any:
+    """What a function returns in a forked process; it may do there whatever it likes.
+
+    Raises:
+        RuntimeError: it raised, or the process died.
+    """
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            os.close(reader)
+            torch.set_num_threads(1)
+            answer = True, function(*arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(answer, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(process, 0)
+    fine, value = pickle.loads(data) if data else (False, "the process died")
+    if not fine:
+        raise RuntimeError(value)
+    return value
+
+
+def try_faults(source: Chapter, cells: list[Code], faults: Iterable[Mutant] = ()) -> tuple[Outcome, dict[str, Outcome]]:
+    """Grade a learner's cells as they are, and once more with each fault.
+
+    Returns:
+        The outcome without a fault, run to the end, and name of the fault → its outcome, run to the first failure.
+    """
+    return forked(_try_faults, source, cells, list(faults))
+
+
+def _try_faults(source: Chapter, cells: list[Code], faults: list[Mutant]) -> tuple[Outcome, dict[str, Outcome]]:
+    """In the forked process."""
+    sheet, program = Sheet(source), assemble(source, cells)
+    exported = {cell.id for cell in source.code if "export" in cell.tags}
+    trial, results, outcomes = Trial(source.module.replace("/", ".")), [], {}
+    for place, cell in enumerate(program.cells):
+        for fault in [f for f in faults if cell.id in exported and f.right in cell.text]:
+            faulty = Code(cell.id, cell.text.replace(fault.right, fault.wrong))
+            changed = Program([*program.cells[:place], faulty, *program.cells[place + 1 :]], program.checks)
+            outcomes[fault.name] = forked(_go_on, sheet, changed, trial, results, place)
+        results += _quiet(trial, cell)
+    return _outcome(sheet, program, results), outcomes
+
+
+def _go_on(sheet: Sheet, program: Program, trial: Trial, results: list[Result], place: int) -> Outcome:
+    """From one cell to the first failed check."""
+    for cell in program.cells[place:]:
+        results = results + _quiet(trial, cell)
+        if cell.id in program.checks and any(r.state == "failed" for r in results):
+            break
+    return _outcome(sheet, program, results)
+
+
+def _quiet(trial: Trial, cell: Code) -> list[Result]:
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return trial.run(cell)
+
+
+def _outcome(sheet: Sheet, program: Program, results: list[Result]) -> Outcome:
+    """The grade, and the first failure."""
+    failures = [result for result in results if result.state == "failed"]
+    return Outcome(failures[0] if failures else None, tuple(judge(sheet, program, results, {})))
+
+
+def solved(source: Chapter) -> list[Code]:
+    """The chapter's own code, as a learner who has done everything."""
+    return [Code(cell.id, cell.text) for cell in source.code if "solution" not in cell.tags]
+
+
 def failing_check(source: Chapter, right: str = "", wrong: str = "") -> str | None:
-    """Run a chapter's code with ``right`` replaced by ``wrong`` in its export cells; plots are not rendered.
+    """Run a chapter's code with ``right`` replaced by ``wrong`` in its export cells; pictures are not encoded.
 
     Returns:
         The id of the first check cell whose assertion fails, or None when the chapter stays green. Any other
         exception is passed on: a fault that breaks shapes proves nothing.
     """
-    found = sum(cell.text.count(right) for cell in source.code if "export" in cell.tags) if right else 1
-    assert found == 1, f"{right!r} stands {found} times in the export cells of {source.source}"
-    names: dict = {"__name__": source.path.stem}
-    matplotlib.use("agg")
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(), redirect_stdout(io.StringIO()):
-        patch.setattr(figures, "show", lambda fig, alt, colors=None: figures.plt.close(fig))
-        for cell in source.code:
-            code = cell.text.replace(right, wrong) if right and "export" in cell.tags else cell.text
-            try:
-                exec(compile(code, cell.id, "exec"), names)
-            except AssertionError:
-                assert "check" in cell.tags, f"the fault was noticed by {cell.id}, which is no check"
-                return cell.id
-    return None
+    if not right:
+        failure = try_faults(source, solved(source))[0].failure
+    else:
+        found = sum(cell.text.count(right) for cell in source.code if "export" in cell.tags)
+        assert found == 1, f"{right!r} stands {found} times in the export cells of {source.source}"
+        failure = try_faults(source, solved(source), [Mutant("fault", right, wrong)])[1]["fault"].failure
+    if failure is None:
+        return None
+    assert failure.kind == "AssertionError", f"{failure.kind} in {failure.cell}: {failure.message} ({failure.line})"
+    assert failure.cell in {cell.id for cell in source.code if "check" in cell.tags}, f"{failure.cell} is no check"
+    return failure.cell

@@ -482,7 +482,7 @@ fig, ax = plt.subplots(figsize=(6.4, 3.4))
 for row, (schedule, _) in enumerate(PUBLISHED.values()):
     ax.plot(schedule.sigmas, [row] * len(schedule.values), "o-", color=COLORS[row % 5], ms=4, lw=0.8)
 ax.set(
-    title="Shifted schedules crowd at the noise, Karras and exponential at the data",
+    title="Shift crowds the noisy end, Karras the clean one",
     xlabel="σ: the walk goes from left to right",
 )
 ax.set(xlim=(1.03, -0.03), ylim=(9.5, -0.5))

@@ -347,7 +347,7 @@ paused.step, paused.cancelled, resumed.step, resumed.cancelled
 assert paused.step == 5 and paused.cancelled and not resumed.cancelled
 assert torch.equal(resumed.latents, whole.latents)  # bit for bit
 assert not torch.equal(amnesic.latents, whole.latents)  # the history matters
-assert not torch.equal(whole.latents, denoise(free, noise, schedule, "euler").latents)  # and is handed from step to step
+assert not torch.equal(denoise(free, noise, schedule).latents, whole.latents)  # and is handed on: Euler differs
 try:
     denoise(lambda x, sigma: ring(x, sigma) * (float("nan") if sigma < 0.5 else 1.0), noise, schedule)
 except NotFiniteError as error:
@@ -365,6 +365,7 @@ else:
 # ## From tensors to pictures
 #
 # The decoder gives numbers in $-1 \dots 1$, a picture wants bytes in $0 \dots 255$. The lazy form has two traps: cutting decimals darkens everything by half a level, and a $1.01$ just out of range wraps around to black.
+
 
 # %% tags=["export"]
 def to_pictures(images: Tensor) -> list[Image.Image]:
@@ -480,8 +481,8 @@ def generate(
     if not state.cancelled:
         with meter("decode"), torch.no_grad():
             images = to_pictures(require_finite(decode(state.latents), "decode"))
-    seconds = dict(meter.seconds)
-    return Result(images, state.latents, tuple(seeds), schedule.sigmas, seconds, state.step, state.history, state.cancelled)
+    stages = dict(meter.seconds)
+    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:])  # step, history, cancelled
 
 
 # %%
