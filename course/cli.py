@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -171,6 +172,54 @@ def adopt(
         result = adopt_notebook(notebook.resolve(), ctx.obj)
     for line in result.lines():
         console.print(escape(line))
+
+
+Language = Annotated[Literal["zh", "en"] | None, typer.Option("--lang", help="zh or en.")]
+Number = Annotated[str, typer.Argument(metavar="NN", help="A chapter by number.")]
+
+
+@app.command()
+def exercise(
+    ctx: typer.Context,
+    number: Number,
+    language: Language = "zh",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move the work that is there aside and begin anew.")] = False,
+):
+    """Write a chapter as an exercise: its functions are blank, its checks stay. Never overwrites work."""
+    from course.exercise import write_exercise
+    from course.source import load_chapters
+
+    with teaching():
+        (chapter,) = load_chapters(ctx.obj, [number])
+        path, kept, tasks = write_exercise(chapter, language, fresh)
+    if kept:
+        console.print(f"your work is kept in {kept.relative_to(ctx.obj)}")
+    console.print(f"wrote {path.relative_to(ctx.obj)}: {len(tasks)} tasks, {tasks[0].number} to {tasks[-1].number}")
+    console.print(f"open it with `course lab`, grade it with `course grade {number} --lang {language}`")
+
+
+@app.command()
+def grade(
+    ctx: typer.Context,
+    number: Number,
+    language: Language = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds one statement may take.")] = 60,
+):
+    """Grade your exercise; exit status 0 only when every task is right. Half-done work is graded too."""
+    from course.exercise import choose_language, exercise_path
+    from course.grade import grade, learner_cells, section_names
+    from course.source import load_chapters
+
+    with teaching():
+        (chapter,) = load_chapters(ctx.obj, [number])
+        language = choose_language(chapter, language, lambda text, names: typer.prompt(text, type=click.Choice(names)))
+        path = exercise_path(chapter, language)
+        with console.status(f"grading {path.relative_to(ctx.obj)}"):
+            result = grade(chapter, learner_cells(path), section_names(chapter, language), timeout)
+    for line in result.lines():
+        console.print(line)
+    if not result.done:
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

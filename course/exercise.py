@@ -9,7 +9,8 @@ from pathlib import Path
 from course.export import KERNEL, notebook_text
 from course.files import CourseError, digest, read_notebook, write_if_changed
 from course.source import Chapter
-from course.tasks import Sheet, Task, definitions
+from course.statements import definitions
+from course.tasks import Sheet, Task
 
 FOLDER = "exercises"
 NOT_DONE = "not done yet: {task}"

@@ -8,6 +8,7 @@ from course.files import digest
 from course.source import PACKAGES, Chapter
 
 OURS = (*PACKAGES, "course")
+REPORTS = ("*.md", "*.png", "quality.json", "training.json")  # assets written about the model, which no chapter reads
 
 
 @lru_cache(maxsize=4096)
@@ -71,7 +72,8 @@ def run_hash(chapter: Chapter) -> str:
     files = upstream(chapter.root, codes)
     texts = [_read(path) for path in files]
     if any("assets" in text for text in codes + texts):
-        files += [path for path in sorted((chapter.root / PACKAGES[0] / "assets").rglob("*")) if path.is_file()]
+        assets = sorted((chapter.root / PACKAGES[0] / "assets").rglob("*"))
+        files += [path for path in assets if path.is_file() and not any(map(path.match, REPORTS))]
     contents = [digest(path.read_bytes(), length=16) for path in files]
     names = [path.relative_to(chapter.root).as_posix() for path in files]
     return digest(*codes, *names, *contents, length=16)

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import sys
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -24,11 +26,12 @@ def measure(text: str, line: int, frame: FrameType) -> tuple[str, str]:
     lines = text.split("\n")[node.lineno - 1 : node.end_lineno]
     shown = re.sub(r"\s+", " ", " ".join(part.strip() for part in lines))
     watch = Watch()
-    expression = ast.fix_missing_locations(ast.Expression(Watching().visit(ast.parse(ast.unparse(node.test), mode="eval").body)))
+    expression = ast.fix_missing_locations(
+        ast.Expression(Watching().visit(ast.parse(ast.unparse(node.test), mode="eval").body))
+    )
     try:
-        import torch
-
-        with torch.random.fork_rng(devices=[]):
+        torch = sys.modules.get("torch")
+        with torch.random.fork_rng(devices=[]) if torch else nullcontext():
             eval(compile(expression, "<measure>", "eval"), {**frame.f_globals, **frame.f_locals, "__watch__": watch})
     except Exception:  # a comparison that cannot be repeated is told without its distance
         return shown, ""

@@ -1,15 +1,13 @@
 """A chapter's tasks (04.1, 04.2 …: what a learner writes) and which of its checks judge them, read from the text."""
 
 import ast
-import symtable
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 
 from course.source import Chapter
+from course.statements import Definition, Step, changes, definitions, parts, step_of, steps
 
 CALLED = ("forward", "__call__", "__init__")  # methods that run without being named
-Definition = ast.FunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -21,97 +19,6 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One statement at the top level of a cell, the unit that runs, fails, and names tasks.
-
-    ``now`` are the global names that it reads when it runs, ``later`` those that its functions read when called;
-    ``changes`` are those whose value it may change without storing it: ``state`` in ``train_step(state)``.
-    """
-
-    node: ast.stmt
-    now: frozenset[str]
-    later: frozenset[str]
-    stores: frozenset[str]
-    attributes: frozenset[str]
-    changes: frozenset[str]
-
-    @property
-    def judges(self) -> bool:
-        """Whether it can turn red by itself: it asserts, or raises."""
-        return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(self.node))
-
-
-@lru_cache(maxsize=2048)
-def steps(text: str) -> tuple[Step, ...]:
-    """The statements of a cell.
-
-    Raises:
-        SyntaxError: the cell is not Python.
-    """
-    return tuple(_step(node) for node in ast.parse(text).body)
-
-
-def _step(node: ast.stmt) -> Step:
-    """Names of one statement, by scope: a comprehension's own variables are not the cell's."""
-    top = symtable.symtable(ast.unparse(node), "cell", "exec")
-    now = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
-    stores = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
-    if not isinstance(node, Definition):  # x[0] = … and x.a = … change x
-        written = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
-        stores |= {_root(n) for n in written if isinstance(n.ctx, ast.Store)} - {""}
-    inner, waiting = set(), set()
-    for table in top.get_children():
-        _globals(table, waiting if isinstance(node, ast.FunctionDef) else inner, waiting)
-    attributes = frozenset(n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))
-    return Step(node, frozenset(now | inner), frozenset(waiting), frozenset(stores), attributes, _changes(node))
-
-
-def _changes(node: ast.stmt) -> frozenset[str]:
-    """Names that calls whose result is dropped may change, the loop's source with the loop's variable.
-
-    A loop that trains (``loss.backward()``) may change everything in it but a random generator.
-    """
-    inside = list(ast.walk(node))
-    if any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in inside):
-        handed = {id(n.value) for n in inside if isinstance(n, ast.keyword)}
-        return frozenset(n.id for n in inside if isinstance(n, ast.Name) and id(n) not in handed)
-    if isinstance(node, ast.Try):
-        return frozenset()
-    dropped = [n.value for n in inside if isinstance(n, ast.Expr) and not isinstance(n.value, ast.Attribute)]
-    calls = [call for value in dropped for call in ast.walk(value) if isinstance(call, ast.Call)]
-    changed = {_root(part) for call in calls for part in (call.func, *call.args)} - {""}
-    for loop in [n for n in inside if isinstance(n, ast.For)]:
-        if changed & {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}:
-            changed |= {n.id for n in ast.walk(loop.iter) if isinstance(n, ast.Name)}
-    return frozenset(changed)
-
-
-def _globals(table: symtable.SymbolTable, here: set[str], waiting: set[str]) -> None:
-    """Global names read in a scope and the scopes in it; what a class's methods read waits for a call."""
-    here |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
-    for child in table.get_children():
-        _globals(child, waiting if table.get_type() == "class" else here, waiting)
-
-
-def _root(node: ast.expr) -> str:
-    """``x`` of ``x.a[0].b``."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def definitions(tree: ast.Module) -> dict[str, Definition]:
-    """Functions, classes and methods of a module by qualified name, in order."""
-    found = {}
-    for node in tree.body:
-        if isinstance(node, Definition):
-            found[node.name] = node
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef)}
-    return found
 
 
 def _chosen(known: dict[str, Definition]) -> list[str]:
@@ -139,11 +46,17 @@ class Reach:
     names: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
 
+    def add(self, other: "Reach") -> None:
+        """Join another value's."""
+        self.names |= other.names
+        self.attributes |= other.attributes
+
 
 @dataclass(frozen=True)
 class Judged:
-    """What one step tells about: ``tasks`` that it names, ``needs`` with all that these call."""
+    """What one step tells about: tasks that it ``named``, all ``tasks`` that it judges, and all that these ``needs``."""
 
+    named: frozenset[str]
     tasks: frozenset[str]
     needs: frozenset[str]
 
@@ -170,11 +83,16 @@ class Sheet:
         self.number = {task.name: task.number for task in self.tasks}
 
     def judged(self, texts: Iterable[str]) -> list[list[Judged]]:
-        """For every cell of a program, for every step of it, the tasks that it judges and needs."""
-        return [
-            [Judged(frozenset(named | needs & self._orphans), frozenset(needs)) for named, needs in row]
-            for row in self._walk(texts)
-        ]
+        """For every cell of a program, for every step of it, the tasks that it judges and needs.
+
+        An assertion whose names lead to no task speaks for its cell: a callback filled what it compares.
+        """
+        table = []
+        for text, row in zip(texts := list(texts), self._walk(texts)):
+            whole = set().union(*(named for step, (named, _) in zip(steps(text), row) if step.judges))
+            row = [(named or whole if step.judges else named, needs) for step, (named, needs) in zip(steps(text), row)]
+            table.append([Judged(frozenset(n), frozenset(n | m & self._orphans), frozenset(n | m)) for n, m in row])
+        return table
 
     def by_check(self) -> dict[str, list[Task]]:
         """Check cell id → the tasks that it judges, in order."""
@@ -192,18 +110,37 @@ class Sheet:
         for text in texts:
             rows.append([])
             for step in steps(text):
-                here = Reach(attributes=set(step.attributes))
-                for name in step.now | step.later:
-                    known = values.get(name, Reach())
-                    here.names |= known.names
-                    here.attributes |= known.attributes
-                rows[-1].append((self._tasks(here, False), self._tasks(here, True)))
-                for name in step.stores:
-                    values[name] = Reach({name}) if self._defines(step, name) else here
-                for name in step.changes & values.keys() - self.module.keys():
-                    known = values[name]
-                    values[name] = Reach(known.names | here.names, known.attributes | here.attributes)
+                leaves = self._flow(step.node, values)
+                refuses = any(isinstance(node, ast.Try) for node in ast.walk(step.node))
+                reaches = [reach for leaf, reach in leaves if leaf.judges or refuses or not step.judges]
+                parts = [[self._tasks(reach, through) for reach in reaches] for through in (False, True)]
+                rows[-1].append((set().union(*parts[0]), set().union(*parts[1])))
         return rows
+
+    def _flow(self, node: ast.stmt, values: dict[str, Reach], tries: bool = False) -> list[tuple[Step, Reach]]:
+        """The simple statements in a statement with what each reads; ``values`` follows what they store.
+
+        What a ``try`` calls is meant to fail and changes nothing.
+        """
+        tries |= isinstance(node, ast.Try)
+        if inner := parts(node):
+            together = isinstance(node, ast.Assign)  # a, b = b, a: all is read before anything is stored
+            leaves = [leaf for part in inner for leaf in self._flow(part, dict(values) if together else values, tries)]
+            values |= {name: here for step, here in leaves for name in step.stores} if together else {}
+            changed = changes(node)
+        else:
+            step, here = step_of(node), Reach()
+            for reach in (values.get(name, Reach()) for name in step.now | step.later):
+                here.add(reach)
+            here.attributes |= step.attributes
+            for name in step.stores:
+                values[name] = Reach({name}) if self._defines(step, name) else here
+            leaves, changed = [(step, here)], step.changes
+        for name in set() if tries else changed & values.keys() - self.module.keys():
+            values[name] = Reach(set(values[name].names), set(values[name].attributes))
+            for _, reach in leaves:
+                values[name].add(reach)
+        return leaves
 
     def _defines(self, step: Step, name: str) -> bool:
         """Whether a step makes a name of the module, and not a variable that happens to be called alike."""

@@ -90,7 +90,7 @@ STAGES = {
     ),
     "text": Stage(
         "text_encoder",
-        2000,
+        1100,
         128,
         {
             "en": "captions to the picture at half size through one linear head (MSE), then frozen; Muon and AdamW",
@@ -99,8 +99,8 @@ STAGES = {
     ),
     "dit": Stage(
         "dit",
-        20_000,
-        192,
+        1200,
+        128,
         {
             "en": "the velocity field: logit-normal σ with mean 0.4, 10 % empty prompts; Muon and AdamW, EMA 0.998",
             "zh": "速度场：logit-normal σ，均值 0.4，一成空提示词；Muon 与 AdamW，EMA 0.998",

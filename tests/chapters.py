@@ -7,7 +7,6 @@ goes on from there with the faulty cell until a check fails: nothing before that
 import io
 import os
 import pickle
-import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 
-from course.grade import WRONG, Program, Verdict, assemble, judge
+from course.program import Program, assemble
 from course.source import Chapter, chapter_paths, load_chapter
-from course.tasks import Sheet, steps
+from course.tasks import Sheet
 from course.trial import Code, Result, Trial
+from course.verdict import Grade, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = ROOT / "tests" / "mutants"
@@ -43,15 +43,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The first assertion of a check that failed, or the exception that came before it; and the graded tasks."""
+    """The first failure of a run (None: all green) and the grade."""
 
     failure: Result | None
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def wrong(self) -> list[str]:
-        """Names of the tasks graded ✗."""
-        return [v.task.name for v in self.verdicts if v.status == WRONG]
+    grade: Grade
 
 
 @cache
@@ -134,7 +129,7 @@ def _quiet(trial: Trial, cell: Code) -> list[Result]:
 def _outcome(sheet: Sheet, program: Program, results: list[Result]) -> Outcome:
     """The grade, and the first failure."""
     failures = [result for result in results if result.state == "failed"]
-    return Outcome(failures[0] if failures else None, tuple(judge(sheet, program, results, {})))
+    return Outcome(failures[0] if failures else None, judge(sheet, program, results, {}))
 
 
 def solved(source: Chapter) -> list[Code]:

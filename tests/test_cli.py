@@ -45,6 +45,8 @@ def process(*args, cwd, code="from diffusion_engine.__main__ import main; sys.ex
     command = [sys.executable, "-c", f"import sys; {code}", *map(str, args)]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": paths}
+    if os.name == "posix":  # a shell's background job ignores SIGINT, and its children inherit that; here it must count
+        settings["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
     )

@@ -68,7 +68,10 @@
       var held = terms.filter(function (term) { return field.folded.indexOf(term) >= 0; }).length;
       if (held > most) { most = held; best = field; }
     });
-    if (!best) return entry.fields[1].text.slice(0, 2 * AROUND);
+    if (!best) { /* only titles hold them: the other language's, if not this one's */
+      var title = terms.some(function (term) { return entry.fields[0].folded.indexOf(term) >= 0; }) ? "" : entry.fields[3].text + " · ";
+      return title + entry.fields[1].text.slice(0, 2 * AROUND);
+    }
     var at = Math.min.apply(null, terms.map(function (term) { return best.folded.indexOf(term); }).filter(function (n) { return n >= 0; }));
     var start = Math.max(0, at - AROUND), end = Math.min(best.text.length, at + 2 * AROUND);
     return (start ? "…" : "") + best.text.slice(start, end) + (end < best.text.length ? "…" : "");
@@ -157,6 +160,7 @@
     if (composing || event.isComposing || event.keyCode === 229) return;
     if (event.key === "ArrowDown") { event.preventDefault(); choose(chosen + 1); }
     else if (event.key === "ArrowUp") { event.preventDefault(); choose(chosen - 1); }
+    else if (event.key === "Escape") { event.preventDefault(); dialog.close(); }
     else if (event.key === "Enter") { event.preventDefault(); if (list.children[chosen]) list.children[chosen].click(); }
   });
   window.SITE_SEARCH = { find: function (query) { return find(query).hits; } };

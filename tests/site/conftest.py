@@ -8,7 +8,7 @@ import pytest
 from small_site import ROOT, small_site
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE = 120_000  # milliseconds; a busy machine is slow, not broken
+PATIENCE = 60_000  # milliseconds; a busy machine is slow, not broken
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,18 @@ def test_every_chapter_has_a_page_in_both_languages(built):
         assert there == {"index", "api", *STEMS}
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_previous_and_next_walk_the_course(built, language):
+    walked, after = [], STEMS[0]
+    while after:
+        text = (built.output / language / f"{after}.html").read_text()
+        before = re.findall(r'rel="prev" href="([^"]+)\.html"', text)
+        assert before == walked[-1:]
+        walked.append(after)
+        after = next(iter(re.findall(r'rel="next" href="([^"]+)\.html"', text)), None)
+    assert walked == STEMS
+
+
 def test_it_is_small_and_quick(tmp_path):
     start = time.process_time()  # the machine may be busy with something else; this is our own time
     built = build_site(ROOT, tmp_path / "build")
