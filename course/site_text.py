@@ -25,6 +25,7 @@ CHAPTERS = {
     "zh": re.compile(r"第 ?(?:\d\d|A\d)(?:(?:[、和与到]| ?[–-] ?)(?:\d\d|A\d))* ?章"),
     "en": re.compile(r"\b[Cc]hapters? (?:\d\d|A\d)(?:(?:, | and | to | or |–)(?:\d\d|A\d))*\b"),
 }
+BOX = '<input class="task-list-item-checkbox"'
 FORMATTER = HtmlFormatter(nowrap=True)
 SHORT = 18  # characters of a formula that never breaks across lines
 NUMBER = re.compile(r"\d\d|A\d")
@@ -85,7 +86,7 @@ class Markdown:
         self.md.use(tasklists_plugin)
         rules = {name: self._math for name in MATH} | {"heading_open": self._heading, "heading_close": self._close}
         rules |= {"text": self._text, "code_inline": self._code, "fence": self._fence, "code_block": self._fence}
-        rules |= {"link_open": self._link, "image": self._image}
+        rules |= {"link_open": self._link, "image": self._image, "html_inline": self._inline_html}
         for name, rule in rules.items():  # assigned, so that a rule stays a method of this object
             self.md.renderer.rules[name] = rule
         self.md.renderer.rules["table_open"] = lambda *_: '<div class="table" tabindex="0"><table>\n'
@@ -158,6 +159,10 @@ class Markdown:
         source = env["context"].picture(str(tokens[idx].attrGet("src")))
         alt = html.escape(tokens[idx].content, quote=True)
         return f'<img class="figure" src="{html.escape(source, quote=True)}" alt="{alt}" loading="lazy">'
+
+    def _inline_html(self, tokens, idx, options, env) -> str:
+        content, label = tokens[idx].content, env["context"].words["task"]
+        return content.replace(BOX, f'{BOX} aria-label="{label}"')
 
     # --- what a piece says -------------------------------------------------------------------------------------------
 

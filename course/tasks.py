@@ -25,18 +25,30 @@ def _chosen(known: dict[str, Definition]) -> list[str]:
     """What a learner writes: public functions and methods, ``forward`` and ``__call__``.
 
     ``__init__`` is given, because it names the parts that weights and checks refer to; it is a task only in a class
-    that has no other. Names with a leading underscore and data (named tuples, dataclasses) are given.
+    that has no other. Names with a leading underscore, data (named tuples, dataclasses) and what only refuses bad
+    input are given.
     """
     chosen = []
     for name, node in known.items():
         owner, _, method = name.rpartition(".")
         if isinstance(node, ast.ClassDef) or owner.startswith("_"):
             continue
-        written = not method.startswith("_") or method == "__call__"
+        written = (not method.startswith("_") or method == "__call__") and not _refuses(node)
         siblings = [n.rpartition(".")[2] for n in known if owner and n.startswith(f"{owner}.")]
         alone = method == "__init__" and all(n.startswith("_") and n != "__call__" for n in siblings)
         chosen += [name] if written or alone else []
     return chosen
+
+
+def _refuses(node: ast.FunctionDef) -> bool:
+    """Whether a function only raises: it returns nothing and calls nothing for its effect."""
+    inside = list(ast.walk(node))
+    calls = [n for n in inside if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    return (
+        any(isinstance(n, ast.Raise) for n in inside)
+        and not calls
+        and not any(isinstance(n, ast.Return | ast.Yield) and n.value for n in inside)
+    )
 
 
 @dataclass
@@ -112,9 +124,10 @@ class Sheet:
             for step in steps(text):
                 leaves = self._flow(step.node, values)
                 refuses = any(isinstance(node, ast.Try) for node in ast.walk(step.node))
-                reaches = [reach for leaf, reach in leaves if leaf.judges or refuses or not step.judges]
-                parts = [[self._tasks(reach, through) for reach in reaches] for through in (False, True)]
-                rows[-1].append((set().union(*parts[0]), set().union(*parts[1])))
+                telling = [r for leaf, r in leaves if leaf.judges or refuses or not step.judges]
+                named = [self._tasks(reach, through=False) for reach in telling]
+                needs = [self._tasks(reach, through=True) for _, reach in leaves]
+                rows[-1].append((set().union(*named), set().union(*needs)))
         return rows
 
     def _flow(self, node: ast.stmt, values: dict[str, Reach], tries: bool = False) -> list[tuple[Step, Reach]]:

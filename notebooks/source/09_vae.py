@@ -698,10 +698,11 @@ errors = [(picture - vae.decode(wide)).square().mean().sqrt() for picture in (ti
 assert errors[0] < errors[1] / 10  # the same overlap, a tenth of the error: the rim was thrown away
 
 # %% tags=["check"]
+from importlib.resources import files
 from safetensors.torch import load_file
 
 shipped = VAE().requires_grad_(False)
-shipped.load_state_dict(load_file("diffusion_engine/assets/model/vae.safetensors"))
+shipped.load_state_dict(load_file(files("diffusion_engine") / "assets" / "model" / "vae.safetensors"))
 redrawn = shipped.decode(shipped.encode(examples))
 image_grid(unit(examples) + unit(redrawn), columns=6, title="The shipped VAE: a twelfth of the numbers, the same picture",
            alt="Six emoji above, the same six redrawn by the shipped VAE below: hardly a difference.")  # fmt: skip

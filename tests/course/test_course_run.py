@@ -70,7 +70,9 @@ def test_assets_count_where_the_code_names_them(root):
     (root / "diffusion_engine" / "assets" / "w.bin").write_bytes(b"2")
     after = [run_hash(chapter) for chapter in load_chapters(root)]
     assert hashes[0] == after[0] and hashes[1] != after[1] and before
-    (root / "diffusion_engine" / "assets" / "quality.json").write_text("{}")  # a report about the model: no chapter reads it
+    (root / "diffusion_engine" / "assets" / "quality.json").write_text(
+        "{}"
+    )  # a report about the model: no chapter reads it
     assert [run_hash(chapter) for chapter in load_chapters(root)] == after
 
 
