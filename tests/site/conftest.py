@@ -34,8 +34,9 @@ def chromium():
     if found is None:
         reason = "no Chromium here: apt-get install chromium fonts-noto-cjk"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
