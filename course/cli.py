@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -212,7 +211,7 @@ def grade(
 
     with teaching():
         (chapter,) = load_chapters(ctx.obj, [number])
-        language = choose_language(chapter, language, lambda text, names: typer.prompt(text, type=click.Choice(names)))
+        language = choose_language(chapter, language, typer.prompt)
         path = exercise_path(chapter, language)
         with console.status(f"grading {path.relative_to(ctx.obj)}"):
             result = grade(chapter, learner_cells(path), section_names(chapter, language), timeout)

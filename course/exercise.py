@@ -123,7 +123,7 @@ def write_exercise(chapter: Chapter, language: str, fresh: bool = False) -> tupl
     return path, kept, Sheet(chapter).tasks
 
 
-def choose_language(chapter: Chapter, language: str | None, ask: Callable[[str, list[str]], str]) -> str:
+def choose_language(chapter: Chapter, language: str | None, ask: Callable[[str], str]) -> str:
     """The language whose exercise there is; the learner is asked when there are two.
 
     Raises:
@@ -136,4 +136,7 @@ def choose_language(chapter: Chapter, language: str | None, ask: Callable[[str, 
         wanted = language or "zh"
         name = exercise_path(chapter, wanted).relative_to(chapter.root).as_posix()
         raise CourseError(f"there is no {name}; write it with `course exercise {chapter.number} --lang {wanted}`")
-    return there[0] if len(there) == 1 else ask("Both languages are there. Grade which?", there)
+    language = there[0] if len(there) == 1 else None
+    while language not in there:
+        language = ask("both languages are there; grade which (zh, en)").strip().lower()
+    return language

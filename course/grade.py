@@ -1,15 +1,11 @@
 """Grade a learner's notebook: its own cells and the chapter's checks, in a clean process without the chapter's module."""
 
 import ast
-import faulthandler
-import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from course.files import CourseError, read_notebook
@@ -18,7 +14,7 @@ from course.run import kernel_environment
 from course.source import HEADING, Chapter
 from course.statements import definitions
 from course.tasks import Sheet
-from course.trial import Code, Result, Trial
+from course.trial import Code, Result
 from course.verdict import Grade, judge
 
 RERUNS = 30  # steps that never came back, at most
@@ -56,7 +52,7 @@ def _attempt(chapter: Chapter, program: Program, dead: Mapping, limit: float):
         plan = {"module": chapter.module.replace("/", "."), "limit": limit, "dead": [[*k, v] for k, v in dead.items()]}
         plan["cells"] = [[cell.id, cell.text] for cell in program.cells]
         Path(scratch, "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        command = [sys.executable, "-c", "from course.grade import work; work()", scratch]
+        command = [sys.executable, "-m", "course.worker", scratch]
         done = subprocess.run(
             command,
             cwd=chapter.root,
@@ -64,18 +60,18 @@ def _attempt(chapter: Chapter, program: Program, dead: Mapping, limit: float):
             stdin=subprocess.DEVNULL,
             capture_output=True,
         )
-        events = Path(scratch, "events.jsonl")
-        lines = (
-            [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()] if events.exists() else []
-        )
-        hung = Path(scratch, "hung.txt")
-        dump = hung.read_text(encoding="utf-8", errors="replace") if hung.exists() else ""
+        events, dump = (_text(Path(scratch, name)) for name in ("events.jsonl", "hung.txt"))
+    lines = [json.loads(line) for line in events.splitlines()]
     if not lines and done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace"))
     results = [Result(**{**line, "cause": line["cause"] and tuple(line["cause"])}) for line in lines if "state" in line]
     finished = bool(lines) and lines[-1] == {"end": True}
     last = None if finished else tuple(lines[-1]["begin"])
     return results, last, dump, done.returncode
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _running(program: Program, dump: str) -> str | None:
@@ -90,33 +86,6 @@ def _running(program: Program, dump: str) -> str | None:
             if names:
                 return names[-1]
     return None
-
-
-def work() -> None:
-    """In the clean process: run the plan in the folder named by the last argument, tell every event in a file."""
-    folder = Path(sys.argv[-1])
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    with (folder / "events.jsonl").open("w", encoding="utf-8") as events, (folder / "hung.txt").open("w") as hung:
-
-        def tell(entry: dict) -> None:
-            events.write(json.dumps(entry) + "\n")
-            events.flush()
-
-        def begin(cell: str, index: int, limited: bool) -> None:
-            faulthandler.cancel_dump_traceback_later()
-            if limited:
-                faulthandler.dump_traceback_later(plan["limit"], exit=True, file=hung)
-            tell({"begin": [cell, index]})
-
-        trial = Trial(plan["module"], {(cell, index): why for cell, index, why in plan["dead"]}, begin)
-        for cell, text in plan["cells"]:
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                results = trial.run(Code(cell, text))
-            faulthandler.cancel_dump_traceback_later()
-            for result in results:
-                tell(result.as_dict())
-        tell({"end": True})
-    os._exit(0)
 
 
 def section_names(chapter: Chapter, language: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import ast
 import symtable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,8 +46,7 @@ def step_of(node: ast.stmt) -> Step:
     now = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
     stores = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     if not isinstance(node, Definition):  # x[0] = … and x.a = … change x
-        written = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
-        stores |= {_root(n) for n in written if isinstance(n.ctx, ast.Store)} - {""}
+        stores |= _root_stores(node)
     inner, waiting = set(), set()
     for table in top.get_children():
         _globals(table, waiting if isinstance(node, ast.FunctionDef) else inner, waiting)
@@ -81,6 +81,25 @@ def _globals(table: symtable.SymbolTable, here: set[str], waiting: set[str]) -> 
         _globals(child, waiting if table.get_type() == "class" else here, waiting)
 
 
+def mutated(node: ast.FunctionDef) -> frozenset[int]:
+    """Places of the parameters that a function changes: ``state`` in ``def train_step(state, …)``."""
+    changed = set()
+    for statement in node.body:
+        changed |= changes(statement) | _root_stores(statement)
+    return frozenset(place for place, argument in enumerate(node.args.args) if argument.arg in changed)
+
+
+def handed(node: ast.stmt, functions: Mapping[str, frozenset[int]]) -> frozenset[str]:
+    """Names that a statement hands to functions that change them, and lists whose ``append`` it hands on."""
+    found = set()
+    for call in [n for n in ast.walk(node) if isinstance(n, ast.Call)]:
+        places = functions.get(call.func.id, frozenset()) if isinstance(call.func, ast.Name) else frozenset()
+        found |= {_root(argument) for place, argument in enumerate(call.args) if place in places}
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        found |= {_root(a) for a in arguments if isinstance(a, ast.Attribute) and a.attr == "append"}
+    return frozenset(found - {""})
+
+
 def parts(node: ast.stmt) -> list[ast.stmt]:
     """The statements in a compound one, its loop variables as assignments; or an assignment for each of ``a, b = …``."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -98,6 +117,12 @@ def parts(node: ast.stmt) -> list[ast.stmt]:
 
 def _assignment(target: ast.expr, value: ast.expr) -> ast.Assign:
     return ast.copy_location(ast.Assign([target], value), target)
+
+
+def _root_stores(node: ast.stmt) -> set[str]:
+    """``x`` of ``x[0] = …`` and ``x.a = …``."""
+    written = [n for n in ast.walk(node) if isinstance(n, ast.Attribute | ast.Subscript)]
+    return {_root(n) for n in written if isinstance(n.ctx, ast.Store)} - {""}
 
 
 def _root(node: ast.expr) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from course.source import Chapter
-from course.statements import Definition, Step, changes, definitions, parts, step_of, steps
+from course.statements import Definition, Step, changes, definitions, handed, mutated, parts, step_of, steps
 
 CALLED = ("forward", "__call__", "__init__")  # methods that run without being named
 
@@ -86,6 +86,8 @@ class Sheet:
         self.checks = [cell for cell in chapter.code if "check" in cell.tags]
         self.cells = [cell for cell in chapter.code if "solution" not in cell.tags]
         self._names = frozenset(_chosen(self.known))
+        functions = {name: node for name, node in self.known.items() if isinstance(node, ast.FunctionDef)}
+        self._mutated = {name: mutated(node) for name, node in functions.items()}
         rows = dict(zip((cell.id for cell in self.cells), self._walk([cell.text for cell in self.cells])))
         pairs = [p for cell in self.checks for step, p in zip(steps(cell.text), rows[cell.id]) if step.judges]
         needed = set().union(*(needs for _, needs in pairs))
@@ -148,7 +150,7 @@ class Sheet:
             here.attributes |= step.attributes
             for name in step.stores:
                 values[name] = Reach({name}) if self._defines(step, name) else here
-            leaves, changed = [(step, here)], step.changes
+            leaves, changed = [(step, here)], step.changes | handed(node, self._mutated)
         for name in set() if tries else changed & values.keys() - self.module.keys():
             values[name] = Reach(set(values[name].names), set(values[name].attributes))
             for _, reach in leaves:

@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from course.exercise import UNDONE
 from course.program import Program
-from course.statements import steps
+from course.statements import Definition, steps
 from course.tasks import Judged, Sheet, Task
 from course.trial import Result
 
@@ -77,7 +77,8 @@ def judge(sheet: Sheet, program: Program, results: list[Result], headings: Mappi
     made = {(cell.id, k): step for cell in program.cells for k, step in enumerate(steps(cell.text))}
     for result in results:
         key = result.cell, result.index
-        court.hear(result, judged[key], made[key].stores, result.cell in program.checks and made[key].judges)
+        made_here = made[key].stores if isinstance(made[key].node, Definition) else frozenset()
+        court.hear(result, judged[key], made_here, result.cell in program.checks and made[key].judges)
     return Grade([court.close(verdict) for verdict in verdicts.values()], court.notes)
 
 
@@ -140,11 +141,10 @@ class Court:
             latest = set(sorted(judged.named, key=order.index)[-1:])
             accused = sorted((named - self.proven) | latest if named - self.proven else named, key=order.index)
         suspects = judged.tasks | (judged.needs if named <= self.proven or running else judged.needs - self.proven)
-        for name in accused:
-            verdict = self.verdicts[name]
+        for verdict in [self.verdicts[name] for name in accused if self.verdicts[name].status not in (OPEN, WRONG)]:
             verdict.status, verdict.off = WRONG, result.off
             verdict.line, verdict.where = describe(result), self.headings.get(result.cell, "")
-            verdict.others = [self.sheet.number[other] for other in order if other in suspects - {name}]
+            verdict.others = [self.sheet.number[other] for other in order if other in suspects - {verdict.task.name}]
         return accused
 
     def close(self, verdict: Verdict) -> Verdict:
