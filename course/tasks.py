@@ -87,6 +87,7 @@ class Sheet:
         self.cells = [cell for cell in chapter.code if "solution" not in cell.tags]
         self._names = frozenset(_chosen(self.known))
         functions = {name: node for name, node in self.known.items() if isinstance(node, ast.FunctionDef)}
+        self._read: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         self._mutated = {name: mutated(node) for name, node in functions.items()}
         rows = dict(zip((cell.id for cell in self.cells), self._walk([cell.text for cell in self.cells])))
         pairs = [p for cell in self.checks for step, p in zip(steps(cell.text), rows[cell.id]) if step.judges]
@@ -142,7 +143,7 @@ class Sheet:
             together = isinstance(node, ast.Assign)  # a, b = b, a: all is read before anything is stored
             leaves = [leaf for part in inner for leaf in self._flow(part, dict(values) if together else values, tries)]
             values |= {name: here for step, here in leaves for name in step.stores} if together else {}
-            changed = changes(node)
+            changed = changes(node) | (handed(node, self._mutated) if together else frozenset())
         else:
             step, here = step_of(node), Reach()
             for reach in (values.get(name, Reach()) for name in step.now | step.later):
@@ -188,15 +189,21 @@ class Sheet:
 
     def _open(self, name: str, queue: set[str], attributes: set[str]) -> None:
         """Add what a definition's own code reads."""
+        if name not in self._read:
+            self._read[name] = self._reads(name)
+        names, more = self._read[name]
+        queue |= names
+        attributes |= more
+
+    def _reads(self, name: str) -> tuple[frozenset[str], frozenset[str]]:
+        """Names and attributes in a definition; ``super().forward`` is the bases' method."""
         if name in self.module:
             step = self.module[name]
-            names, more = step.now | step.later, step.attributes
-        else:
-            names = {n.id for n in ast.walk(self.known[name]) if isinstance(n, ast.Name)}
-            more = {n.attr for n in ast.walk(self.known[name]) if isinstance(n, ast.Attribute)}
-            if any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(self.known[name])):
-                owner = self.known[name.split(".")[0]]
-                bases = [b.id for b in owner.bases if isinstance(b, ast.Name)]
-                queue |= {f"{base}.{m}" for base in bases for m in more}
-        queue |= set(names)
-        attributes |= set(more)
+            return step.now | step.later, step.attributes
+        inside = list(ast.walk(self.known[name]))
+        names = {n.id for n in inside if isinstance(n, ast.Name)}
+        attributes = {n.attr for n in inside if isinstance(n, ast.Attribute)}
+        if "super" in names:
+            owner = self.known[name.split(".")[0]]
+            names |= {f"{b.id}.{a}" for b in owner.bases if isinstance(b, ast.Name) for a in attributes}
+        return frozenset(names), frozenset(attributes)

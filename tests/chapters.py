@@ -1,9 +1,10 @@
 """A chapter with one line of it made wrong: which of its checks notices?
 
-Each chapter runs once, in a forked process. At the cell that a fault belongs to, a further process is forked for it, which
-goes on from there with the faulty cell until a check fails: nothing before that cell is run again.
+Each chapter runs once, in a forked process, without the cells that only draw. At the cell that a fault belongs to, a further
+process is forked for it, which goes on from there with the faulty cell until a check fails: nothing before is run again.
 """
 
+import importlib
 import io
 import os
 import pickle
@@ -16,10 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 
+from course.fingerprint import imports, is_ours
 from course.program import Program, assemble
 from course.source import Chapter, chapter_paths, load_chapter
+from course.statements import steps
 from course.tasks import Sheet
 from course.trial import Code, Result, Trial
 from course.verdict import Grade, judge
@@ -95,12 +99,42 @@ def try_faults(source: Chapter, cells: list[Code], faults: Iterable[Mutant] = ()
     Returns:
         The outcome without a fault, run to the end, and name of the fault → its outcome, run to the first failure.
     """
+    import_libraries(source)
     return forked(_try_faults, source, cells, list(faults))
 
 
-def _try_faults(source: Chapter, cells: list[Code], faults: list[Mutant]) -> tuple[Outcome, dict[str, Outcome]]:
-    """In the forked process."""
-    sheet, program = Sheet(source), assemble(source, cells)
+@cache
+def import_library(module: str, name: str | None) -> None:
+    """Import a module, and what it loads when a name of it is first asked for."""
+    getattr(importlib.import_module(module), name or "", None)
+
+
+def import_libraries(source: Chapter) -> None:
+    """Import what the chapter imports from others once, here, instead of in every forked process."""
+    matplotlib.use("agg")
+    for cell in source.code:
+        for module, name in imports(cell.text):
+            if not is_ours(module):
+                import_library(module, name)
+
+
+def without_plots(source: Chapter, program: Program) -> Program:
+    """The program without the folded cells that only draw: nothing that they store is read later."""
+    hidden = {cell.id for cell in source.code if "hide" in cell.tags and "export" not in cell.tags}
+    kept, read = [], set()
+    for cell in reversed(program.cells):
+        parts = steps(cell.text)
+        if cell.id not in hidden or read & {name for step in parts for name in step.stores}:
+            kept.insert(0, cell)
+            read |= {name for step in parts for name in step.now | step.later}
+    return Program(kept, program.checks, program.broken)
+
+
+def _try_faults(
+    source: Chapter, cells: list[Code], faults: list[Mutant], whole: bool = True
+) -> tuple[Outcome, dict[str, Outcome]]:
+    """In the forked process; not ``whole``: up to the last fault's cell."""
+    sheet, program = Sheet(source), without_plots(source, assemble(source, cells))
     exported = {cell.id for cell in source.code if "export" in cell.tags}
     trial, results, outcomes = Trial(source.module.replace("/", ".")), [], {}
     for place, cell in enumerate(program.cells):
@@ -108,6 +142,8 @@ def _try_faults(source: Chapter, cells: list[Code], faults: list[Mutant]) -> tup
             faulty = Code(cell.id, cell.text.replace(fault.right, fault.wrong))
             changed = Program([*program.cells[:place], faulty, *program.cells[place + 1 :]], program.checks)
             outcomes[fault.name] = forked(_go_on, sheet, changed, trial, results, place)
+        if not whole and len(outcomes) == len(faults):
+            break
         results += _quiet(trial, cell)
     return _outcome(sheet, program, results), outcomes
 
@@ -149,7 +185,9 @@ def failing_check(source: Chapter, right: str = "", wrong: str = "") -> str | No
     else:
         found = sum(cell.text.count(right) for cell in source.code if "export" in cell.tags)
         assert found == 1, f"{right!r} stands {found} times in the export cells of {source.source}"
-        failure = try_faults(source, solved(source), [Mutant("fault", right, wrong)])[1]["fault"].failure
+        import_libraries(source)
+        fault = Mutant("fault", right, wrong)
+        failure = forked(_try_faults, source, solved(source), [fault], False)[1]["fault"].failure
     if failure is None:
         return None
     assert failure.kind == "AssertionError", f"{failure.kind} in {failure.cell}: {failure.message} ({failure.line})"
