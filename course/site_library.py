@@ -16,6 +16,7 @@ from course.source import CHAPTER_NAME, LANGUAGES, Chapter
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg")
 LARGEST = 300_000  # bytes of a linked text file that gets a page
+COMMENT = re.compile(r"\A\s*<!--.*?-->\s*", re.DOTALL)  # who wrote a generated file: not for readers
 PARTS = re.compile(r"(papers|notes|pages|files)/")
 HEADER = re.compile(r"^#     (module|package): (\S+)$", re.MULTILINE)
 MODULE = re.compile(r"(diffusion_engine|minivllm)(/\w+)+\.py")
@@ -79,7 +80,8 @@ class Library:
     def _add_document(self, language: str, key: str, path: Path) -> Page:
         source = path.relative_to(self.root).as_posix()
         page = Page(language, key, "document", source, os.path.dirname(source))
-        page.pieces["text"] = self.markdown.parse(STAMP.sub("\n", path.read_text(encoding="utf-8")), source, language)
+        text = COMMENT.sub("", STAMP.sub("\n", path.read_text(encoding="utf-8")))
+        page.pieces["text"] = self.markdown.parse(text, source, language)
         self._add(page, source)
         return page
 

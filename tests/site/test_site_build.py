@@ -186,7 +186,9 @@ def test_cards_appear_by_themselves_and_are_linked(small_built, tmp_path):
 def test_links_by_the_names_that_the_repository_uses(tmp_path):
     text = "See [the twin](01_small.ipynb#数一数), [here](#counting), [card](../../papers/01_small.en.md#the-point), [it](../../diffusion_engine/README.md)."
     small_site(tmp_path, markdown("01-x-01", text))
-    (tmp_path / "diffusion_engine" / "README.md").write_text("# Read\n\n[code](small.py)\n")
+    (tmp_path / "diffusion_engine" / "README.md").write_text(
+        "<!-- Made by a script. -->\n\n# Read\n\n[code](small.py)\n"
+    )
     (tmp_path / "diffusion_engine" / "README.zh.md").write_text("# 读\n\n[代码](small.py)\n")
     notebook = tmp_path / "notebooks" / "en" / "01_small.ipynb"
     notebook.write_text(notebook.read_text().replace("#数一数", "#counting"))
@@ -194,6 +196,8 @@ def test_links_by_the_names_that_the_repository_uses(tmp_path):
     assert 'href="#counting">the twin' in page(tmp_path, "zh/01_small.html")
     assert 'href="papers/01_small.html#the-point"' in page(tmp_path, "zh/01_small.html")
     assert "读" in page(tmp_path, "zh/files/diffusion_engine/README.html")
+    read = page(tmp_path, "en/files/diffusion_engine/README.html")
+    assert read.count("<h1") == 1 and "Made by" not in read
     assert "Peano" in page(tmp_path, "en/files/diffusion_engine/small.py.html")
 
 
