@@ -130,10 +130,8 @@ def without_plots(source: Chapter, program: Program) -> Program:
     return Program(kept, program.checks, program.broken)
 
 
-def _try_faults(
-    source: Chapter, cells: list[Code], faults: list[Mutant], whole: bool = True
-) -> tuple[Outcome, dict[str, Outcome]]:
-    """In the forked process; not ``whole``: up to the last fault's cell."""
+def _try_faults(source: Chapter, cells: list[Code], faults: list[Mutant]) -> tuple[Outcome, dict[str, Outcome]]:
+    """In the forked process."""
     sheet, program = Sheet(source), without_plots(source, assemble(source, cells))
     exported = {cell.id for cell in source.code if "export" in cell.tags}
     trial, results, outcomes = Trial(source.module.replace("/", ".")), [], {}
@@ -142,8 +140,6 @@ def _try_faults(
             faulty = Code(cell.id, cell.text.replace(fault.right, fault.wrong))
             changed = Program([*program.cells[:place], faulty, *program.cells[place + 1 :]], program.checks)
             outcomes[fault.name] = forked(_go_on, sheet, changed, trial, results, place)
-        if not whole and len(outcomes) == len(faults):
-            break
         results += _quiet(trial, cell)
     return _outcome(sheet, program, results), outcomes
 
@@ -171,25 +167,3 @@ def _outcome(sheet: Sheet, program: Program, results: list[Result]) -> Outcome:
 def solved(source: Chapter) -> list[Code]:
     """The chapter's own code, as a learner who has done everything."""
     return [Code(cell.id, cell.text) for cell in source.code if "solution" not in cell.tags]
-
-
-def failing_check(source: Chapter, right: str = "", wrong: str = "") -> str | None:
-    """Run a chapter's code with ``right`` replaced by ``wrong`` in its export cells; pictures are not encoded.
-
-    Returns:
-        The id of the first check cell whose assertion fails, or None when the chapter stays green. Any other
-        exception is passed on: a fault that breaks shapes proves nothing.
-    """
-    if not right:
-        failure = try_faults(source, solved(source))[0].failure
-    else:
-        found = sum(cell.text.count(right) for cell in source.code if "export" in cell.tags)
-        assert found == 1, f"{right!r} stands {found} times in the export cells of {source.source}"
-        import_libraries(source)
-        fault = Mutant("fault", right, wrong)
-        failure = forked(_try_faults, source, solved(source), [fault], False)[1]["fault"].failure
-    if failure is None:
-        return None
-    assert failure.kind == "AssertionError", f"{failure.kind} in {failure.cell}: {failure.message} ({failure.line})"
-    assert failure.cell in {cell.id for cell in source.code if "check" in cell.tags}, f"{failure.cell} is no check"
-    return failure.cell

@@ -1,4 +1,4 @@
-"""Chapter 05 under harder conditions: parity with four families, dtypes, bad input, and mutants of the chapter itself."""
+"""Chapter 05 under harder conditions: parity with four families, dtypes, bad input."""
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from diffusion_engine.transformer_block import (
     normalize,
     split_mods,
 )
-from tests.chapters import chapter, failing_check
 
 
 def rng(seed: int) -> torch.Generator:
@@ -278,35 +277,3 @@ def test_keys_of_shipped_blocks_are_fixed():
 def test_bad_input_is_refused_in_words(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-# ---- mistakes that keep every shape: the chapter's own checks must see them ----
-
-MUTANTS = {
-    "no one in 1 + scale": ("* (1 + mod.scale) + mod.shift", "* mod.scale + mod.shift"),
-    "shift and scale swapped": (
-        "Mod(*parts[k * i : k * i + k])",
-        "Mod(parts[k * i + 1], parts[k * i], *parts[k * i + 2 : k * i + k])",
-    ),
-    "sub-layers take turns with the knobs": ("Mod(*parts[k * i : k * i + k])", "Mod(*parts[i :: n])"),
-    "knobs broadcast over tokens": ("flat.unsqueeze(1) if flat.ndim == 2 else flat", "flat"),
-    "feed-forward without gate": ("x + for_ff.gate * self.ff", "x + self.ff"),
-    "feed-forward before its norm": ("self.ff(modulate(x, for_ff, self.norm))", "self.ff(x)"),
-    "residual lost": ("x = x + for_attn.gate", "x = for_attn.gate"),
-    "silu forgotten": ("self.linear(F.silu(cond))", "self.linear(cond)"),
-    "gates born open": ("nn.init.zeros_(self.linear.bias)", "nn.init.ones_(self.linear.bias)"),
-    "text steered by the image's knobs": ("modulate(text, text_mods[0])", "modulate(text, image_mods[0])"),
-    "padding seen": ("text_mods[0]), text_mask, rope", "text_mods[0]), None, rope"),
-    "mlp reads the unmodulated x": ("self.ff_in(h)", "self.ff_in(x)"),
-    "exact GELU for its tanh form": ('approximate="tanh"', 'approximate="none"'),
-    "queries turned twice, keys never": (
-        "apply_rope(q, rope), apply_rope(k, rope)",
-        "apply_rope(apply_rope(q, rope), rope), k",
-    ),
-    "cross-attention after a modulated norm": ("self.cross(self.cross_norm(x), text", "self.cross(normalize(x), text"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_chapters_checks_catch(name):
-    assert failing_check(chapter("05"), *MUTANTS[name]) is not None
