@@ -10,11 +10,12 @@ from course.export import KERNEL, notebook_text
 from course.files import CourseError, digest, read_notebook, write_if_changed
 from course.source import Chapter
 from course.statements import definitions
-from course.tasks import Sheet, Task
+from course.tasks import Sheet, Task, spans
 
 FOLDER = "exercises"
 NOT_DONE = "not done yet: {task}"
 UNDONE = re.compile(r"not done yet: ([0-9A]\d\.\d+)")
+NAMED = 6  # tasks that a check's first line names; more are numbers alone
 JUDGES = {"zh": "检查", "en": "judges"}
 WELCOME = {
     "zh": """\
@@ -80,7 +81,9 @@ def exercise_cells(chapter: Chapter, language: str) -> list[dict]:
         entry = {"cell_type": "code" if cell.kind == "code" else "markdown", "id": cell.id, "metadata": metadata}
         entry["source"] = blank(cell.text, stubs) if "export" in cell.tags else cell.text
         if judged.get(cell.id):
-            entry["source"] = f"# {JUDGES[language]}: {' · '.join(map(str, judged[cell.id]))}\n{cell.text}"
+            told = [str(task) for task in judged[cell.id]]
+            told = told if len(told) <= NAMED else [spans([task.number for task in judged[cell.id]])]
+            entry["source"] = f"# {JUDGES[language]}: {' · '.join(told)}\n{cell.text}"
         if cell.kind == "code":
             entry |= {"outputs": [], "execution_count": None}
         cells.append(entry)

@@ -21,6 +21,15 @@ class Task:
         return f"{self.number} {self.name}"
 
 
+def spans(numbers: list[str]) -> str:
+    """Task numbers in order, runs of three and more as a span: ``04.1, 04.3–04.6``."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        follows = runs and int(number.split(".")[1]) == int(runs[-1][-1].split(".")[1]) + 1
+        runs = [*runs[:-1], [*runs[-1], number]] if follows else [*runs, [number]]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
 def _chosen(known: dict[str, Definition]) -> list[str]:
     """What a learner writes: public functions and methods, ``forward`` and ``__call__``.
 

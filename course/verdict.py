@@ -8,11 +8,30 @@ from rich.markup import escape
 from course.exercise import UNDONE
 from course.program import Program
 from course.statements import Definition, steps
-from course.tasks import Judged, Sheet, Task
+from course.tasks import Judged, Sheet, Task, spans
 from course.trial import Result
 
 DONE, WRONG, OPEN, BLOCKED, UNSEEN = "✓", "✗", "not done", "blocked by", "not reached"
 COLOURS = {DONE: "green", WRONG: "bold red", OPEN: "yellow", BLOCKED: "dim", UNSEEN: "dim"}
+WORDS = {
+    "en": {
+        "where": "in “{}”",
+        "others": "or the fault is in {}",
+        "same": "the same check as {}",
+        "error": "an error in “{}”: {}",
+        "count": "{} of {} tasks done",
+    },
+    "zh": {
+        OPEN: "未完成",
+        BLOCKED: "要等",
+        UNSEEN: "没有运行到",
+        "where": "在“{}”一节",
+        "others": "也可能错在 {}",
+        "same": "和 {} 是同一项检查",
+        "error": "“{}”一节的错误：{}",
+        "count": "完成 {} 题，共 {} 题",
+    },
+}
 
 
 @dataclass
@@ -28,11 +47,14 @@ class Verdict:
     off: str = ""
     where: str = ""
     others: list[str] = field(default_factory=list)
+    error: str = ""
 
-    @property
-    def text(self) -> str:
+    def text(self, language: str = "en") -> str:
         """The status as it is printed."""
-        return f"{BLOCKED} {self.where}" if self.status == BLOCKED else self.status
+        words = WORDS[language]
+        status = words.get(self.status, self.status)
+        where = words["error"].format(self.where, self.error) if self.error else self.where
+        return f"{status} {where}" if self.status == BLOCKED else status
 
 
 @dataclass
@@ -47,28 +69,35 @@ class Grade:
         """Whether every task is right and no check failed."""
         return not self.notes and all(verdict.status == DONE for verdict in self.verdicts)
 
-    def lines(self) -> list[str]:
-        """The table, with rich's markup: number, name, status, and under a failure its first line and how far off."""
+    def lines(self, language: str = "en") -> list[str]:
+        """The table, with rich's markup: number, name, status, and under a failure its first line and how far off.
+
+        What one failed check says of several tasks is said once.
+        """
+        words, said = WORDS[language], {}
         width = max(len(v.task.name) for v in self.verdicts)
         first = max(len(v.task.number) for v in self.verdicts)
         lines = []
         for v in self.verdicts:
-            lines.append(f"{v.task.number:{first}}  {v.task.name:{width}}  [{COLOURS[v.status]}]{escape(v.text)}[/]")
+            status = f"[{COLOURS[v.status]}]{escape(v.text(language))}[/]"
+            lines.append(f"{v.task.number:{first}}  {v.task.name:{width}}  {status}")
             if v.status == WRONG:
-                shown = [v.line, v.off, f"in “{v.where}”" if v.where else ""]
-                shown.append(f"or the fault is in {', '.join(v.others)}" if v.others else "")
+                before = said.setdefault((v.line, v.off, v.where), v.task.number)
+                shown = [v.line, v.off, words["where"].format(v.where) if v.where else ""]
+                shown.append(words["others"].format(spans(v.others)) if v.others else "")
+                shown = shown if before == v.task.number else [words["same"].format(before)]
                 lines += [f"{'':{first}}    {escape(text)}" for text in filter(None, shown)]
         lines += [f"[red]✗[/] {escape(note)}" for note in self.notes]
         done = sum(v.status == DONE for v in self.verdicts)
-        return [*lines, f"{done} of {len(self.verdicts)} tasks done"]
+        return [*lines, words["count"].format(done, len(self.verdicts))]
 
 
 def judge(sheet: Sheet, program: Program, results: list[Result], headings: Mapping[str, str]) -> Grade:
     """Turn what became of every step into what became of every task.
 
     A failed step speaks about the tasks that it names. If one that it needs is already known to be undone or wrong, the
-    others are blocked by it. Else it accuses those that no earlier check has seen right, and of the others the latest;
-    if all were seen right, all.
+    others are blocked by it. Else it accuses those that no earlier check has seen right, and of the others the latest,
+    and tells who may be to blame instead.
     """
     verdicts = {task.name: Verdict(task) for task in sheet.tasks}
     court = Court(sheet, program, verdicts, headings)
@@ -91,6 +120,7 @@ class Court:
         self.proven: set[str] = set()
         self.blocked: dict[str, list[str]] = {}
         self.blame: dict[tuple[str, int], list[str]] = {}
+        self.errors: dict[str, str] = {}  # cell → what failed in it without naming a task
         self.broken = program.broken
         self.notes = [f"{name}: {why}" for name, why in program.broken.items() if name not in verdicts]
         for name in program.undone(sheet):
@@ -112,6 +142,8 @@ class Court:
             return
         if result.state == "failed":
             self.blame[result.cell, result.index] = culprits = self._culprits(result, judged, stores)
+            if not culprits:
+                self.errors.setdefault(result.cell, describe(result))
             if judges and not culprits:
                 self.notes.append(f"a check in “{self.headings.get(result.cell, result.cell)}”: {describe(result)}")
         culprits = self.blame.get(result.cause, [])
@@ -139,7 +171,7 @@ class Court:
             accused = [name for name in running if name not in self.proven][:1] or running[-1:]
         else:
             latest = set(sorted(judged.named, key=order.index)[-1:])
-            accused = sorted((named - self.proven) | latest if named - self.proven else named, key=order.index)
+            accused = sorted((named - self.proven) | latest, key=order.index) if latest or named else []
         suspects = judged.tasks | (judged.needs if named <= self.proven or running else judged.needs - self.proven)
         for verdict in [self.verdicts[name] for name in accused if self.verdicts[name].status not in (OPEN, WRONG)]:
             verdict.status, verdict.off = WRONG, result.off
@@ -160,7 +192,8 @@ class Court:
         elif by:
             first = (earlier or by)[0]
             verdict.status = BLOCKED
-            verdict.where = self.sheet.number.get(first) or f"an error in “{self.headings.get(first, first)}”"
+            verdict.where = self.sheet.number.get(first) or self.headings.get(first, first)
+            verdict.error = "" if first in self.sheet.number else self.errors.get(first, "")
         return verdict
 
 

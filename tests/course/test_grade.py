@@ -13,9 +13,9 @@ from course.grade import grade, learner_cells
 from course.measure import Watch
 from course.source import load_chapter
 from course.statements import definitions
-from course.tasks import Sheet
+from course.tasks import Sheet, Task, spans
 from course.trial import Code, mend
-from course.verdict import OPEN, WRONG
+from course.verdict import BLOCKED, OPEN, WRONG, Grade, Verdict
 from tests.chapters import MUTANTS, chapter, mutants, solved, try_faults
 
 MODULE = '''\
@@ -78,7 +78,7 @@ def fill(source, **bodies):
 
 def statuses(source, cells, limit=20.0):
     result = grade(source, cells, {}, limit)
-    return {verdict.task.name: verdict.text for verdict in result.verdicts}, result
+    return {verdict.task.name: verdict.text() for verdict in result.verdicts}, result
 
 
 def test_solved_and_untouched(third):
@@ -128,6 +128,22 @@ def test_what_never_comes_back_names_its_task_and_spares_the_others(third, body,
     assert found["twice"] == WRONG or "died" in line and not result.done
     assert found["thrice"] == found["Sum.count"] == "✓" and found["Sum.total"] != "✓"
     assert line in result.verdicts[1].line + "".join(result.notes)
+
+
+def test_one_failed_check_is_told_once_and_in_the_readers_language(third):
+    """What hangs is named with its reason; two tasks of one check share its line."""
+    _, result = statuses(third, fill(third, twice="return 2.5 * x"))
+    assert any("[dim]要等 03.2[/]" in line for line in result.lines("zh"))
+    assert result.lines("zh")[-1] == "完成 3 题，共 5 题"
+    hung = Verdict(Task("03.1", "x"), BLOCKED, where="Start", error="TimeoutError: still running after 1 s")
+    assert hung.text() == "blocked by an error in “Start”: TimeoutError: still running after 1 s"
+    same = Grade([Verdict(Task(f"03.{n}", "x"), WRONG, line="assert x", where="here") for n in (1, 2)], [])
+    assert [line.strip() for line in same.lines()[1:5:3]] == ["assert x", "the same check as 03.1"]
+
+
+def test_runs_of_numbers_are_spans():
+    assert spans(["04.1", "04.3", "04.4", "04.5", "04.9", "04.10"]) == "04.1, 04.3–04.5, 04.9, 04.10"
+    assert spans([]) == ""
 
 
 def test_the_package_cannot_stand_in_for_the_learner(third):
