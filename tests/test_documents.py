@@ -27,6 +27,12 @@ SECTIONS = {
 SOURCE = {"zh": "**来源**：", "en": "**Source:** "}
 FOLD = re.compile(r'<details class="fold">\n<summary>(答案|Answer)</summary>\n\n(.+?)\n\n</details>', re.DOTALL)
 LENGTH = {"zh": (500, 1200), "en": (350, 700)}  # one page; tables and answers included
+NOTE_SECTIONS = {
+    "zh": ["打破它", "正确的图景", "在引擎里"],
+    "en": ["Break it", "The right picture", "Where it lives"],
+}
+MISCONCEPTION = {"zh": "**误解**：", "en": "**Misconception:** "}
+NOTE_LENGTH = {"zh": (300, 550), "en": (200, 350)}
 
 
 def names(folder: str) -> list[str]:
@@ -81,6 +87,25 @@ def test_a_card_has_one_short_fence_that_asserts(name):
 # --- form ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", NOTES)
+def test_a_note_has_one_short_fence_that_asserts(name):
+    (code, _), *rest = fences(f"notes/{name}", "en")
+    assert not rest and isinstance(ast.parse(code).body[-1], ast.Assert)
+    assert len(code.splitlines()) <= 16 and max(map(len, code.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_note_takes_one_misconception_on_one_page(name, language):
+    text = text_of(f"notes/{name}", language)
+    headings = analyse(text).headings
+    assert headings[0][0] == 1 and headings[0][1].startswith(f"{name[:2]} · ")
+    assert headings[1:] == [(2, section) for section in NOTE_SECTIONS[language]]
+    assert text.split("\n\n")[1].startswith(MISCONCEPTION[language]) and text.count(MISCONCEPTION[language]) == 1
+    low, high = NOTE_LENGTH[language]
+    assert low <= words(analyse(text).text, language) <= high
+
+
 @pytest.mark.parametrize(("name", "language"), HALVES)
 def test_a_card_has_its_sections(name, language):
     headings = analyse(text_of(f"papers/{name}", language)).headings
@@ -110,11 +135,12 @@ def test_a_card_is_one_page(name, language):
     assert low <= words(analyse(text_of(f"papers/{name}", language)).text, language) <= high
 
 
-def test_every_card_that_a_chapter_names_is_there():
+@pytest.mark.parametrize(("folder", "there"), [("papers", CARDS), ("notes", NOTES)])
+def test_every_card_and_note_that_a_chapter_names_is_there(folder, there):
     named = set()
     for path in (ROOT / "notebooks" / "source").glob("*.py"):
-        named |= set(re.findall(r"`papers/(\w+)`", path.read_text(encoding="utf-8")))
-    assert named and named <= set(CARDS)
+        named |= set(re.findall(rf"`{folder}/(\w+)`", path.read_text(encoding="utf-8")))
+    assert named and named <= set(there)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
