@@ -5,7 +5,7 @@ from pathlib import Path
 
 from course.export import export_chapter
 from course.files import CourseError, digest, read_notebook, write_if_changed
-from course.source import LANGUAGES, Cell, Chapter, chapter_paths, load_chapter, read_percent, write_percent
+from course.source import LANGUAGES, PLAYGROUND, Cell, Chapter, chapter_paths, load_chapter, read_percent, write_percent
 
 
 @dataclass
@@ -59,13 +59,16 @@ def adopt_notebook(path: Path, root: Path) -> Adopted:
 
 def _belongs_to(path: Path, root: Path) -> tuple[str, Chapter]:
     """Language and chapter of a generated notebook."""
-    language = path.parent.name
-    if language not in LANGUAGES or path.parent.parent != root / "notebooks" or path.suffix != ".ipynb":
+    language, stem, home = path.parent.name, path.stem, path.parent.parent
+    if path.parent == root / "notebooks":  # the playground: notebooks/playground.zh.ipynb
+        stem, _, language = path.stem.partition(".")
+        home = path.parent
+    if language not in LANGUAGES or home != root / "notebooks" or path.suffix != ".ipynb":
         raise CourseError(f"{path} is no generated notebook; name one in notebooks/zh or notebooks/en")
     for source in chapter_paths(root):
-        if source.stem == path.stem:
+        if source.stem == stem and (stem == PLAYGROUND) == (home == path.parent):
             return language, load_chapter(source, root)
-    raise CourseError(f"{path.name} has no source notebooks/source/{path.stem}.py")
+    raise CourseError(f"{path.name} has no source notebooks/source/{stem}.py")
 
 
 def _same_places(name: str, found: list[dict], cells: list[Cell], chapter: Chapter) -> None:

@@ -23,17 +23,17 @@ def main(
 ):
     """Remember the repository that the command works on."""
     with teaching():
-        ctx.obj = root.resolve() if root else find_root(Path.cwd().resolve())
+        ctx.obj = find_root((root or Path.cwd()).resolve(), above=root is None)
 
 
 class teaching:
-    """Turns a CourseError into its one sentence and exit status 2."""
+    """Turns a CourseError, or a file that cannot be read or written, into one sentence and exit status 2."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind, error, _) -> None:
-        if isinstance(error, CourseError):
+        if isinstance(error, CourseError | OSError):
             complain(str(error))
             raise typer.Exit(2) from error
 
@@ -213,9 +213,9 @@ def grade(
         (chapter,) = load_chapters(ctx.obj, [number])
         language = choose_language(chapter, language, typer.prompt)
         path = exercise_path(chapter, language)
-        with console.status(f"grading {path.relative_to(ctx.obj)}"):
+        with console.status(f"grading {path.relative_to(ctx.obj)}: it runs once, which takes up to a minute"):
             result = grade(chapter, learner_cells(path), section_names(chapter, language), timeout)
-    for line in result.lines():
+    for line in result.lines(language):
         console.print(line)
     if not result.done:
         raise typer.Exit(1)

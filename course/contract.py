@@ -7,7 +7,7 @@ from course.findings import Finding, at
 from course.fingerprint import OURS, imports, is_ours, locate, upstream
 from course.source import PACKAGES, Cell, Chapter
 
-RUNTIME = {"torch", "numpy", "safetensors", "tokenizers", "PIL", "tqdm", "typer", "rich", "imageio"}
+RUNTIME = {"torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "PIL", "tqdm", "typer", "rich", "imageio"}
 REFERENCES = {"diffusers", "transformers"}
 BORROWER = "diffusion_engine/reference/run"  # the one module that borrows VAEs and text encoders
 OVERVIEW = "00"

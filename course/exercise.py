@@ -115,7 +115,7 @@ def write_exercise(chapter: Chapter, language: str, fresh: bool = False) -> tupl
     if path.exists() and not fresh:
         again = f"course exercise {chapter.number} --lang {language} --fresh"
         raise CourseError(f"{name} exists and is left as it is; `{again}` moves it aside and begins anew")
-    if path.exists() and [c["source"] for c in (read_notebook(path) or {})["cells"]] != [c["source"] for c in cells]:
+    if path.exists() and _worked_on(path, cells):
         number = 1
         while (kept := path.with_name(f"{path.stem}.{number}.ipynb")).exists():
             number += 1
@@ -124,6 +124,14 @@ def write_exercise(chapter: Chapter, language: str, fresh: bool = False) -> tupl
     metadata = {"course": course, "kernelspec": KERNEL, "language_info": {"name": "python"}}
     write_if_changed(path, notebook_text({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}))
     return path, kept, Sheet(chapter).tasks
+
+
+def _worked_on(path: Path, cells: list[dict]) -> bool:
+    """Whether a notebook is more than the untouched exercise; one that cannot be read counts as work."""
+    try:
+        return [c["source"] for c in read_notebook(path)["cells"]] != [c["source"] for c in cells]
+    except CourseError:
+        return True
 
 
 def choose_language(chapter: Chapter, language: str | None, ask: Callable[[str], str]) -> str:

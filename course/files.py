@@ -42,8 +42,12 @@ def write_if_changed(path: Path, text: str) -> bool:
     return True
 
 
-def read_notebook(path: Path) -> dict | None:
+def read_notebook(path: Path, advice: str = "delete it and run `course export`") -> dict | None:
     """The notebook's JSON with every cell's source as one string, or None when there is no such file.
+
+    Args:
+        path: the notebook.
+        advice: what to do when it is damaged.
 
     Raises:
         CourseError: the file is no notebook (a merge conflict, say).
@@ -54,14 +58,17 @@ def read_notebook(path: Path) -> dict | None:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
             cell["source"] = "".join(cell["source"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CourseError(f"{path} is not a notebook ({error!r}); delete it and run `course export`") from error
+            cell["cell_type"].encode(), cell["source"].encode()
+        notebook.setdefault("metadata", {}).get("course")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CourseError(f"{path} is not a notebook ({type(error).__name__}: {error}); {advice}") from error
     return notebook
 
 
-def find_root(start: Path) -> Path:
-    """The nearest folder at or above ``start`` that holds ``notebooks/source``."""
-    for folder in (start, *start.parents):
+def find_root(start: Path, above: bool = True) -> Path:
+    """The nearest folder at (or ``above``) ``start`` that holds ``notebooks/source``."""
+    for folder in (start, *(start.parents if above else ())):
         if (folder / "notebooks" / "source").is_dir():
             return folder
-    raise CourseError(f"no notebooks/source at or above {start}; run inside the repository or pass --root")
+    where = "at or above" if above else "in"
+    raise CourseError(f"no notebooks/source {where} {start}; run inside the repository or pass its folder as --root")

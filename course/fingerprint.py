@@ -72,8 +72,10 @@ def run_hash(chapter: Chapter) -> str:
     files = upstream(chapter.root, codes)
     texts = [_read(path) for path in files]
     if any("assets" in text for text in codes + texts):
-        assets = sorted((chapter.root / PACKAGES[0] / "assets").rglob("*"))
-        files += [path for path in assets if path.is_file() and not any(map(path.match, REPORTS))]
+        touched = {PACKAGES[0], *(path.relative_to(chapter.root).parts[0] for path in files)}
+        for package in [name for name in PACKAGES if name in touched]:
+            assets = sorted((chapter.root / package / "assets").rglob("*"))
+            files += [path for path in assets if path.is_file() and not any(map(path.match, REPORTS))]
     contents = [digest(path.read_bytes(), length=16) for path in files]
     names = [path.relative_to(chapter.root).as_posix() for path in files]
     return digest(*codes, *names, *contents, length=16)

@@ -2,10 +2,13 @@
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from course.files import CourseError, read_notebook
@@ -22,7 +25,9 @@ RERUNS = 30  # steps that never came back, at most
 
 def learner_cells(path: Path) -> list[Code]:
     """The code cells of a notebook."""
-    cells = (read_notebook(path) or {"cells": []})["cells"]
+    number = path.name.split("_")[0]
+    advice = f"mend it, or `course exercise {number} --fresh` moves it aside and begins anew"
+    cells = (read_notebook(path, advice) or {"cells": []})["cells"]
     return [Code(c.get("id", f"cell-{n}"), c["source"]) for n, c in enumerate(cells) if c["cell_type"] == "code"]
 
 
@@ -53,21 +58,30 @@ def _attempt(chapter: Chapter, program: Program, dead: Mapping, limit: float):
         plan["cells"] = [[cell.id, cell.text] for cell in program.cells]
         Path(scratch, "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         command = [sys.executable, "-m", "course.worker", scratch]
-        done = subprocess.run(
-            command,
-            cwd=chapter.root,
-            env=kernel_environment(chapter.root, scratch),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-        )
-        events, dump = (_text(Path(scratch, name)) for name in ("events.jsonl", "hung.txt"))
+        said = Path(scratch, "stderr.txt")
+        with said.open("wb") as stderr:
+            worker = subprocess.Popen(
+                command,
+                cwd=chapter.root,
+                env=kernel_environment(chapter.root, scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            try:
+                code = worker.wait()
+            finally:  # with everything that the learner's cells started
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+        events, dump, complaint = (_text(Path(scratch, n)) for n in ("events.jsonl", "hung.txt", said.name))
     lines = [json.loads(line) for line in events.splitlines()]
-    if not lines and done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace"))
+    if not lines and code:
+        raise RuntimeError(complaint)
     results = [Result(**{**line, "cause": line["cause"] and tuple(line["cause"])}) for line in lines if "state" in line]
     finished = bool(lines) and lines[-1] == {"end": True}
     last = None if finished else tuple(lines[-1]["begin"])
-    return results, last, dump, done.returncode
+    return results, last, dump, code
 
 
 def _text(path: Path) -> str:

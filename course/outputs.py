@@ -6,6 +6,9 @@ import tempfile
 from pathlib import Path
 
 WIDGET = "application/vnd.jupyter.widget"
+IMAGE = re.compile(r"<img\b[^>]*>", re.IGNORECASE)
+ALT = re.compile(r"""\balt=("[^"]+"|'[^']+')""", re.IGNORECASE)
+PICTURE = re.compile(r"(data:image/[^\s\"']+)")  # a picture's bytes may look like anything; they stay as they are
 PATTERNS = [
     (re.compile(r"/\S*?ipykernel_\d+/\d+\.py"), "<cell>"),
     (re.compile(r"\bipykernel_\d+\b"), "ipykernel"),
@@ -15,7 +18,11 @@ PATTERNS = [
 
 
 def scrub(text: str, root: Path) -> str:
-    """Text with the machine taken out: paths, process numbers, memory addresses."""
+    """Text with the machine taken out: paths, process numbers, memory addresses. Pictures inside it stay."""
+    return "".join(part if place % 2 else _scrub(part, root) for place, part in enumerate(PICTURE.split(text)))
+
+
+def _scrub(text: str, root: Path) -> str:
     for pattern, replacement in PATTERNS[:1]:
         text = pattern.sub(replacement, text)
     places = {root: "./", Path(sys.prefix): "<environment>/", Path(tempfile.gettempdir()): "<tmp>/", Path.home(): "~/"}

@@ -7,7 +7,7 @@ from course.export import build_notebook, edited, module_text, notebook_text, ou
 from course.files import CourseError, read_notebook
 from course.findings import Finding
 from course.fingerprint import run_hash
-from course.outputs import WIDGET
+from course.outputs import ALT, IMAGE, WIDGET
 from course.source import LANGUAGES, PACKAGES, Chapter, chapter_paths
 
 SIZE = 300_000  # bytes of a notebook
@@ -101,6 +101,10 @@ def output_findings(chapter: Chapter, name: str, notebook: dict, expected: str) 
                 findings.append(Finding(name, "outputs", f"a live widget; {fix}", cell["id"]))
             if "image/png" in data and not output["metadata"].get("image/png", {}).get("alt"):
                 message = "a picture without alt text; end the plot with course.figures.show(fig, alt=…)"
+                findings.append(Finding(name, "alt", message, cell["id"]))
+            pictures = IMAGE.findall("".join(data.get("text/html", "")))
+            if not all(ALT.search(picture) for picture in pictures):
+                message = "HTML with a picture without alt text; course.sliders.slider writes one for every frame"
                 findings.append(Finding(name, "alt", message, cell["id"]))
     return findings
 

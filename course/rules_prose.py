@@ -125,7 +125,7 @@ def text_findings(chapter: Chapter, terms: tuple[Term, ...]) -> list[Finding]:
         findings += [at(chapter, cell, rule, message) for rule, message in render_faults(cell.text)]
         prose = analyse(cell.text)
         findings += [at(chapter, cell, "term", m) for m in term_faults(prose.text, cell.kind, terms)]
-        folder = chapter.root / "notebooks" / cell.kind
+        folder = chapter.notebook_path(cell.kind).parent
         findings += [at(chapter, cell, "link", m) for m in link_faults(cell.text, folder, chapter.root)]
     return findings + length_findings(chapter)
 

@@ -128,4 +128,5 @@ def code_lines(code: str) -> int:
 def source_findings(chapter: Chapter) -> list[Finding]:
     """Every rule of this module."""
     rules = (header_findings, title_findings, tag_findings, rhythm_findings)
+    rules = rules if chapter.is_chapter else (header_findings, tag_findings)
     return [finding for rule in rules for finding in rule(chapter)]

@@ -42,6 +42,7 @@ def kernel_environment(root: Path, scratch: str, threads: int = 1) -> dict[str, 
     path = [str(root), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {f"{name}_NUM_THREADS": str(threads) for name in THREADS}
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet["TRANSFORMERS_VERBOSITY"] = "error"
     steady = {"PYTHONHASHSEED": "0", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "IPYTHONDIR": scratch}
     return {**os.environ, **fixed, **quiet, **steady, "PYTHONPATH": os.pathsep.join(path)}
 

@@ -55,7 +55,7 @@ class Site(Library):
         """Every file of the site by path."""
         self._add_reference()
         for page in self.pages.values():
-            if page.kind == "chapter":
+            if page.kind in ("chapter", "notebook"):
                 page.body = self.exporter.convert(page, self.context(page))
             elif page.kind == "document":
                 self._render_document(page)

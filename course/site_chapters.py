@@ -12,13 +12,13 @@ from nbconvert.exporters.templateexporter import TemplateExporter
 from nbformat.v4.rwbase import rejoin_lines
 
 from course.files import CourseError
+from course.outputs import ALT, IMAGE
 from course.site_pages import Media, Page, Section
 from course.site_text import Context, Markdown, Piece, code_block
 
 TITLE = re.compile(r"(?P<number>\d\d|A\d) · (?P<title>.*?)(?:（(?P<gloss>[^（）]*)）)?")
-IMAGE = re.compile(r"<img\b[^>]*>", re.IGNORECASE)
-ALT = re.compile(r"""\balt=("[^"]+"|'[^']+')""", re.IGNORECASE)
 FOLDED = ("hide", "solution")
+SLIDER = '<figure class="slider"'
 SPOKEN_OUTPUT = 2000  # characters of one text output that search looks through
 
 
@@ -118,10 +118,23 @@ class ChapterExporter(TemplateExporter):
         for image in IMAGE.findall(text):
             if not ALT.search(image):
                 raise CourseError(f"{self.page.source}: an HTML output holds a picture without alt text: {image[:60]}…")
-        return self.media.externalise(text, self.page.up)
+        if SLIDER in text:
+            return self.media.externalise(slider_html(text, self.context.words["still"]), self.page.up)
+        return f'<div class="foreign" tabindex="0">{self.media.externalise(text, self.page.up)}</div>'
 
     def _word(self, name: str) -> str:
         return self.context.words[name]
+
+
+def slider_html(text: str, still: str) -> str:
+    """A slider of `course.sliders` as the site shows it: its picture on a card, its look left to the style sheet.
+
+    Args:
+        still: what stands there without scripts.
+    """
+    text = re.sub(r'(<(?!output)[^<>]*) style="[^"]*"', r"\1", text)
+    text = re.sub(r"<noscript>.*?</noscript>", f"<noscript><small>{still}</small></noscript>", text, flags=re.DOTALL)
+    return re.sub(r"<img\b([^<>]*)>", r'<div class="card"><img\1 loading="lazy" decoding="async"></div>', text, count=1)
 
 
 def name_page(page: Page, heading: str) -> None:
@@ -172,6 +185,8 @@ def spoken_outputs(cell) -> Iterator[str]:
         elif "image/png" in data:
             yield (output.get("metadata", {}).get("image/png") or {}).get("alt", "")
         elif "text/html" in data:
-            yield html.unescape(re.sub(r"<[^>]*>", " ", "".join(data["text/html"])))[:SPOKEN_OUTPUT]
+            text = re.sub(r"<noscript>.*?</noscript>", "", "".join(data["text/html"]), flags=re.DOTALL)
+            said = [found.group(1)[1:-1] for found in map(ALT.search, IMAGE.findall(text)) if found]
+            yield html.unescape(" ".join([*said, re.sub(r"<[^>]*>", " ", text)]))[:SPOKEN_OUTPUT]
         elif "text/plain" in data:
             yield "".join(data["text/plain"])[:SPOKEN_OUTPUT]

@@ -6,7 +6,9 @@ import re
 from urllib.parse import unquote
 
 TAG = re.compile(r"<([a-zA-Z][\w-]*)(\s[^<>]*)?>")
-ATTRIBUTE = re.compile(r"""\s(id|href|src|srcset|poster|data|action|xlink:href)=("[^"]*"|'[^']*'|[^\s"'>]+)""")
+ATTRIBUTE = re.compile(
+    r"""\s(id|href|src|srcset|poster|data|data-frames|action|xlink:href)=("[^"]*"|'[^']*'|[^\s"'>]+)"""
+)
 REMOTE = re.compile(r"^\s*(?:[a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 STYLE = re.compile(r"""url\(\s*['"]?(?:https?:)?//|@import\s""", re.IGNORECASE)
 FOLLOWED = ("a", "area")  # a reader clicks these; everything else is loaded by itself
@@ -42,6 +44,8 @@ def read_page(text: str) -> tuple[set[str], list[str], list[str]]:
                 anchors.add(value)
             elif tag.lower() in FOLLOWED:
                 links.append(value)
+            elif name == "data-frames":
+                loads += value.split("|")
             elif name != "data" or tag.lower() == "object":
                 loads.append(value)
     return anchors, links, loads

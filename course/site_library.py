@@ -16,6 +16,7 @@ from course.source import CHAPTER_NAME, LANGUAGES, Chapter
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg")
 LARGEST = 300_000  # bytes of a linked text file that gets a page
+NOTEBOOK = re.compile(r"\.(zh|en)\.ipynb$")  # a notebook beside the chapters, one a language: the playground
 COMMENT = re.compile(r"\A\s*<!--.*?-->\s*", re.DOTALL)  # who wrote a generated file: not for readers
 PARTS = re.compile(r"(papers|notes|pages|files)/")
 HEADER = re.compile(r"^#     (module|package): (\S+)$", re.MULTILINE)
@@ -68,14 +69,17 @@ class Library:
         for language in LANGUAGES:
             folder = f"notebooks/{language}"
             notebook = read_notebook(self.root / folder / f"{stem}.ipynb")
-            if notebook is None:
-                continue
-            page = Page(language, stem, "chapter", f"notebooks/source/{stem}.py", folder, cells=notebook["cells"])
-            for place, cell in enumerate(page.cells):
-                if cell["cell_type"] == "markdown":
-                    where = f"{folder}/{stem}.ipynb, cell {place + 1}"
-                    page.pieces[cell["id"]] = self.markdown.parse(cell["source"], where, language)
-            self._add(page, f"{folder}/{stem}.ipynb", page.source)
+            if notebook is not None:
+                self._add_notebook(language, stem, "chapter", f"{folder}/{stem}.ipynb", notebook["cells"])
+
+    def _add_notebook(self, language: str, key: str, kind: str, path: str, cells: list) -> Page:
+        folder, name = os.path.split(path)
+        page = Page(language, key, kind, f"notebooks/source/{name.split('.')[0]}.py", folder, cells=cells)
+        for place, cell in enumerate(cells):
+            if cell["cell_type"] == "markdown":
+                page.pieces[cell["id"]] = self.markdown.parse(cell["source"], f"{path}, cell {place + 1}", language)
+        self._add(page, path, page.source)
+        return page
 
     def _add_document(self, language: str, key: str, path: Path) -> Page:
         source = path.relative_to(self.root).as_posix()
@@ -103,6 +107,14 @@ class Library:
                     found = next(choice for choice in choices if (self.root / choice).is_file())
                     new.append(self._add_document(language, f"files/{base}", self.root / found))
                 self.by_source[path] = f"files/{base}"
+            elif NOTEBOOK.search(path):
+                base = NOTEBOOK.sub("", path)
+                for language in LANGUAGES:
+                    half_path = f"{base}.{language}.ipynb"
+                    if notebook := read_notebook(self.root / half_path):
+                        new.append(
+                            self._add_notebook(language, f"files/{base}", "notebook", half_path, notebook["cells"])
+                        )
             elif not path.endswith(PICTURES) and (self.root / path).stat().st_size <= LARGEST:
                 new += [self._add_code(language, path) for language in LANGUAGES]
         return new

@@ -36,7 +36,7 @@ class Page:
 
     Attributes:
         key: the address without language and ``.html``: ``03_timestep_embedding``, ``papers/03_dit``, ``api``.
-        kind: ``chapter``, ``document``, ``api``, ``map`` or ``code``.
+        kind: ``chapter``, ``notebook`` (beside the chapters), ``document``, ``api``, ``map`` or ``code``.
         source: the file it comes from, from the root.
         folder: where relative links in it start, from the root.
         pieces: its Markdown, by cell id in a chapter.

@@ -16,6 +16,7 @@ TAGS = ("export", "check", "hide", "solution")
 # The same filters stand in notebooks/jupytext.toml, so that a save in JupyterLab writes what these tools write.
 FILTERS = {"notebook_metadata_filter": "course,kernelspec,-all", "cell_metadata_filter": "tags,lang,twin,-all"}
 CHAPTER_NAME = re.compile(r"(\d\d|A\d)_[a-z0-9_]+")
+PLAYGROUND = "playground"  # the one source that is no chapter: its notebooks lie beside the chapters' folders
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 
 
@@ -51,6 +52,11 @@ class Chapter:
         return self.path.stem.split("_")[0]
 
     @property
+    def is_chapter(self) -> bool:
+        """False for the playground, which builds nothing and keeps no chapter's rhythm."""
+        return self.path.stem != PLAYGROUND
+
+    @property
     def source(self) -> str:
         """The source's path from the root, with forward slashes."""
         return self.path.relative_to(self.root).as_posix()
@@ -71,6 +77,8 @@ class Chapter:
 
     def notebook_path(self, language: str) -> Path:
         """The generated notebook of one language."""
+        if not self.is_chapter:
+            return self.root / "notebooks" / f"{self.path.stem}.{language}.ipynb"
         return self.root / "notebooks" / language / f"{self.path.stem}.ipynb"
 
     def reading(self, language: str) -> list[Cell]:
@@ -176,12 +184,13 @@ def _enter(heading: str, seen: Counter) -> str:
 
 
 def chapter_paths(root: Path, wanted: list[str] | None = None) -> list[Path]:
-    """Source files in reading order (00 … 23, then A1 …), all of them or those named by number or stem.
+    """Source files in reading order (00 … 23, A1 …, the playground), all of them or those named by number or stem.
 
     Raises:
         CourseError: a name in ``wanted`` is no chapter.
     """
-    paths = sorted(p for p in (root / "notebooks" / "source").glob("*.py") if CHAPTER_NAME.fullmatch(p.stem))
+    sources = (root / "notebooks" / "source").glob("*.py")
+    paths = sorted(p for p in sources if CHAPTER_NAME.fullmatch(p.stem) or p.stem == PLAYGROUND)
     if not wanted:
         return paths
     by_name = {key.lower(): p for p in paths for key in (p.stem, p.stem.split("_")[0])}

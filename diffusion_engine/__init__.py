@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "TextToImage": "engine",
+    "TextToVideo": "engine",
     "EngineWarning": "engine",
     "Result": "pipeline",
     "StepInfo": "pipeline",
@@ -22,8 +23,11 @@ _HOMES = {
     "Request": "files",
     "load_model": "files",
     "save_model": "files",
+    "load_clip_model": "engine",
+    "save_clip_model": "files",
     "read_record": "files",
     "save_picture": "files",
+    "save_clip": "files",
 }
 
 __all__ = ["__version__", *_HOMES]

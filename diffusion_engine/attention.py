@@ -1,6 +1,7 @@
 # Generated from notebooks/source/04_attention.py by `course export`.
 # Do not edit: change the chapter and export again.
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,17 +25,21 @@ def attention(
         v: values (B, H, M, Dh).
         mask: bool with four axes, True where a key may be seen. (B, 1, 1, M) hides padding (see `key_mask`);
             (B, 1, N, M) is general and costs N · M. A query that may see nothing gets zeros.
-        chunk: queries handled at a time: exact, at most chunk · M scores; None makes one fused call.
+        chunk: queries handled at a time: exact, at most chunk · M scores a head; None makes one fused call.
         scale: factor on the scores; None is 1 / sqrt(Dh).
 
     Returns:
         (B, H, N, Dh).
 
     Raises:
-        ValueError: the mask is not bool or has not four axes, or ``chunk`` is no positive whole number.
+        ValueError: q, k and v do not fit, the mask is not bool or has not four axes, or ``chunk`` is no positive whole
+            number.
 
     Source: Vaswani et al. 2017, §3.2; Rabe & Staats 2021 (chunks); Dao et al. 2022 (fused).
     """
+    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+        found = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{found} do not fit; a value for each key, and queries as wide as keys")
     if mask is not None and (mask.dtype != torch.bool or mask.ndim != 4):
         found = f"{mask.dtype} {tuple(mask.shape)}"
         raise ValueError(f"mask is {found}; expected torch.bool (B, 1, 1, M), True where a key may be seen")
@@ -80,7 +85,9 @@ def joint_mask(text_mask: Tensor | None, num_image_tokens: int, text_first: bool
 
 
 class RMSNorm(nn.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32 (Zhang & Sennrich 2019)."""
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32; the mean square and the root, not w.
+
+    The normalised x has x's dtype again before w multiplies it (Zhang & Sennrich 2019)."""
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
@@ -92,7 +99,7 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormAcrossHeads(RMSNorm):
-    """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights."""
+    """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights, head by head."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = super().forward(x.transpose(1, 2).flatten(-2))  # (B, N, H · Dh)
@@ -104,10 +111,11 @@ QK_NORMS = {None: nn.Identity, "rms": RMSNorm, "rms_across": RMSNormAcrossHeads,
 
 
 def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) -> nn.Module:
-    """The norm of queries or keys (B, H, N, Dh), H = heads, Dh = head_dim, with ``eps`` inside the root.
+    """The norm of queries or keys (B, H, N, Dh), H = heads, Dh = head_dim, with ``eps`` inside every kind's root.
 
     Args:
-        kind: "rms" or True, per head; "rms_across", over all heads; "layer", LayerNorm per head; None or False, none.
+        kind: "rms" or True, Dh weights, per head; "rms_across", H · Dh weights, over all heads; "layer", LayerNorm, Dh,
+            per head; None or False, none.
 
     Raises:
         ValueError: another kind.
@@ -130,18 +138,22 @@ class Rope(NamedTuple):
 
 
 def grid_positions(*sizes: int) -> Tensor:
-    """Position of every token of a grid, row by row, the last axis fastest: sizes (h, w) or (t, h, w) → (N, A)."""
+    """Position of every token of a grid, row by row, the last axis fastest: whole numbers (N, A) from 0.
+
+    Args:
+        sizes: any number A of axes, such as (h, w) or (t, h, w); N is their product.
+    """
     axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
     return torch.stack(axes, dim=-1).flatten(0, -2)
 
 
 def axial_rope(positions: Tensor, axes_dim: tuple[int, ...], theta: float = 10_000.0, halves: bool = False) -> Rope:
-    """Angles ω_i · p with ω_i = theta^(-2i / dim), axis after axis; computed in fp64, kept in fp32.
+    """Angles ω_i · p with ω_i = theta^(-2i / dim), i = 0 … dim/2 − 1, axis after axis; in fp64, kept in fp32.
 
     Args:
         positions: (N, A), one column an axis, whole or fractional.
-        axes_dim: components of a head that each axis turns, all even; their sum is Dh (FLUX: 16, 56, 56).
-        theta: scale of the slowest turn (HunyuanVideo: 256).
+        axes_dim: dim of each axis, the components of a head that it turns, all even; their sum is Dh (FLUX: 16, 56, 56).
+        theta: the larger, the slower the slow turns (HunyuanVideo: 256).
         halves: see `Rope`.
 
     Raises:
@@ -163,10 +175,10 @@ def axial_rope(positions: Tensor, axes_dim: tuple[int, ...], theta: float = 10_0
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Turn every pair of every head by its token's angle, in fp32: x (B, H, N, Dh) → the same shape.
+    """Turn every pair of every head by its token's angle, in fp32: x (B, H, N, Dh) → the same shape and dtype.
 
     Raises:
-        ValueError: the turns are for another number of tokens or components.
+        ValueError: the last two axes of the turns are not (N, Dh/2).
     """
     tokens, pairs = rope.cos.shape[-2:]
     if x.shape[-2:] != (tokens, 2 * pairs):
@@ -211,16 +223,7 @@ class Heads(nn.Module):
         ValueError: D is no multiple of H, or an unknown norm.
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        qk_norm: QKNorm = True,
-        out: bool = True,
-        bias: bool = True,
-        head_dim: int | None = None,
-        eps: float = 1e-6,
-    ):
+    def __init__(self, width: int, heads: int, qk_norm: QKNorm = True, out=True, bias=True, head_dim=None, eps=1e-6):
         super().__init__()
         head_dim = head_dim or head_width(width, heads)
         self.heads = heads
@@ -230,9 +233,18 @@ class Heads(nn.Module):
         self.out = nn.Linear(heads * head_dim, width) if out else None
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each."""
+        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each.
+
+        The 3 · H · Dh outputs of ``qkv`` are all of q, then k, then v, each of them head by head.
+        """
+        return tuple(self.parts(x))
+
+    def parts(self, x: Tensor) -> Iterator[Tensor]:
+        """What `split` gives, one after the other, so that each can be used up before the next is made."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.norm_q(q), self.norm_k(k), v
+        yield self.norm_q(q)
+        yield self.norm_k(k)
+        yield v
 
     def merge(self, heads: Tensor) -> Tensor:
         """Heads (B, H, N, Dh) → tokens (B, N, D); without an output projection (B, N, H · Dh)."""
@@ -292,14 +304,15 @@ class JointAttention(nn.Module):
         rope: Rope | None = None,
         chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Image tokens x (B, N, D) and text (B, M, D) → both anew, None for a text that reads nothing.
+        """Image tokens x (B, N, D) and text (B, M, D) → both anew; None for the text without ``text_out``.
 
         ``text_mask`` (B, M) bool is True where a text token is real; ``rope`` turns all N + M tokens in the common
         order (`pad_rope` makes it from the image's); ``chunk`` as in `attention`.
         """
         order = -1 if self.text_first else 1
-        pairs = zip(self.image.split(x), self.text.split(text))
-        q, k, v = (torch.cat(pair[::order], dim=-2) for pair in pairs)  # (B, H, N + M, Dh) each
+        streams = ((self.image, x), (self.text, text))[::order]
+        # (B, H, N + M, Dh) each, joined one after the other: no name keeps the parts, so their memory ends here
+        q, k, v = map(lambda *p: torch.cat(p, dim=-2), *(stream.parts(tokens) for stream, tokens in streams))
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
@@ -338,7 +351,10 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, width)
 
     def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, M, Dh) of text (B, M, Dt): the same at every denoising step."""
+        """Keys and values (B, H, M, Dh) of text (B, M, Dt): the same at every denoising step.
+
+        The outputs of ``kv`` are all of k, then v, each head by head; k is normalised.
+        """
         k, v = self.kv(text).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.norm_k(k), v
 

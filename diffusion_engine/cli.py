@@ -1,9 +1,13 @@
 """The command line. Arguments, files and folders are looked over before torch is imported, so mistakes are named at once."""
 
+import functools
+import inspect
+import json
 import math
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,22 +15,30 @@ import typer
 
 from diffusion_engine import __version__
 from diffusion_engine.files import (
+    CLIP_SUFFIXES,
     DEVICES,
     DTYPES,
+    RECORD,
     SHIPPED_MODEL,
     SOLVERS,
     TOKENIZER,
     WEIGHTS,
     Request,
+    Switches,
+    animation,
+    check_clip_folder,
     check_model_folder,
     check_output,
+    clip_fingerprint,
     fingerprint,
     gif,
     make_request,
     one_of,
     png,
+    read_clip_record,
     read_header,
     read_record,
+    real_number,
     recommended,
     request_of,
     size_rule,
@@ -91,7 +103,45 @@ def top(
         print(context.get_help())
 
 
+SWITCH_OPTIONS = {  # name → metavar, None for yes or no; and what it does
+    "batched_cfg": (None, "Ask with and without the prompt in one forward.  [default: yes]"),
+    "attention_chunk": ("N", "Queries that attention handles at a time; exact, saves memory."),
+    "vae_batch": ("N", "Pictures decoded at a time; exact, saves memory."),
+    "vae_tile": ("N", "Decode in tiles of at most N latents a side; saves memory."),
+    "vae_overlap": ("N", "Latents that tiles share.  [default: 8]"),
+    "latent_buffer": (None, "Allocate the latents once; exact."),
+    "prompt_cache": (None, "Keep prompt embeddings; exact.  [default: yes]"),
+    "hoist": (None, "Work out once, for all steps, what no latent changes; exact up to rounding."),
+    "compile": (None, "Compile the blocks; the first picture waits for it."),
+    "step_cache": ("X", "Guess most blocks where a step changes little, try 0.1; another picture."),
+    "guidance_interval": ("LOW,HIGH", "Guide at these noise levels only, 0,1 is all; another picture."),
+    "guidance_rescale": ("X", "Rescale guidance, 0 to 1; another picture."),
+    "cfg_zero_star": (None, "CFG-Zero*'s projection; another picture."),
+    "zero_steps": ("N", "First steps that stand still; another picture."),
+}
+
+
+def takes_switches(command: Callable) -> Callable:
+    """Give a command every switch as an option; it is called with those that were given, as ``switches``."""
+
+    @functools.wraps(command)
+    def called(**given):
+        switches = {name: given.pop(name) for name in SWITCH_OPTIONS}
+        return command(**given, switches={name: value for name, value in switches.items() if value is not None})
+
+    parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "switches"]
+    for name, (metavar, text) in SWITCH_OPTIONS.items():
+        flag = name.replace("_", "-")
+        option = typer.Option(f"--{flag}" if metavar else f"--{flag}/--no-{flag}", metavar=metavar, help=text)
+        kind = Annotated[(str if metavar else bool) | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    called.__signature__ = inspect.Signature(parameters)
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
 @commands.command()
+@takes_switches
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="What to draw, in English or Chinese.", show_default=False)
@@ -119,6 +169,12 @@ def generate(
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}.  [default: float32]")] = None,
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another model folder.")] = None,
     like: Annotated[Path | None, typer.Option(metavar="PICTURE.png", help="Draw this picture again.")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Stay below it, such as "2 GB": says what it chose.')
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Count bytes instead of time.")] = False,
+    *,
+    switches: dict,
 ) -> None:
     """Draw pictures from a prompt, or one again with --like."""
     settings = {
@@ -135,9 +191,10 @@ def generate(
     settings = {name: value for name, value in settings.items() if value is not None}
     record = None
     if like is not None:
-        if prompt is not None or settings:
+        if prompt is not None or settings or switches or memory_budget is not None:
             raise ValueError(
-                "--like repeats everything that made a picture; with it only -o, --trace, --model, --device, --dtype go"
+                "--like repeats everything that made a picture; with it only -o, --trace, --model, --device, --dtype, "
+                "--profile go"
             )
         record = read_record(like)
     elif prompt is None:
@@ -145,12 +202,83 @@ def generate(
     device = one_of("device", device or (record or {}).get("device", "auto"), DEVICES)
     dtype = one_of("dtype", dtype or (record or {}).get("dtype", "float32"), DTYPES)
     config = check_model_folder(model)
-    request = make_request(config, prompt, **settings) if record is None else _repeated(record, config, like)
+    if record is None:
+        request = make_request(config, prompt, **settings, switches=Switches.of(switches))
+    else:
+        request = _repeated(record, fingerprint(config), like)
     chosen = range(len(request.seeds)) if record is None else [record["index"]]
     paths = [check_output(path, ".png") for path in _names(output, len(chosen))]
     if trace is not None:
         check_output(trace, ".gif")
-    _draw(request, list(chosen), paths, trace, (model, device, dtype), record, like)
+    _draw(request, list(chosen), paths, trace, (model, device, dtype), record, like, memory_budget, profile)
+
+
+@commands.command()
+def animate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What to draw and how it moves: 'cat face, spinning', '猫脸，旋转'.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A .gif, .webp or .mp4; several become NAME_0.gif …")
+    ] = Path("clip.gif"),
+    steps: Annotated[str | None, typer.Option(metavar="N", help="Steps, 1 to 1000.  [default: 28]")] = None,
+    guidance: Annotated[
+        str | None, typer.Option(metavar="W", help="Guidance scale, 0 or more.  [default: the model's]")
+    ] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Clip i uses seed + i.  [default: 0]")] = None,
+    count: Annotated[str | None, typer.Option(metavar="N", help="How many clips.  [default: 1]")] = None,
+    negative: Annotated[str | None, typer.Option(metavar="TEXT", help="What to steer away from.")] = None,
+    solver: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(SOLVERS)}.  [default: euler]")] = None,
+    shift: Annotated[
+        str | None, typer.Option(metavar="K", help="Shift of the schedule.  [default: the model's]")
+    ] = None,
+    frames: Annotated[str | None, typer.Option(metavar="N", help="4k + 1 frames.  [default: the model's]")] = None,
+    height: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: the model's]")] = None,
+    width: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: the model's]")] = None,
+    scale: Annotated[str | None, typer.Option(metavar="N", help="Magnify the file N times.  [default: 4]")] = None,
+    sheet: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also write all frames side by side.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}.  [default: auto]")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}.  [default: float32]")] = None,
+    model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another clip model's folder.")] = None,
+    like: Annotated[Path | None, typer.Option(metavar="CLIP.gif", help="Draw this clip again.")] = None,
+) -> None:
+    """Draw clips from a prompt, or one again with --like."""
+    settings = {
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "seed": seed,
+        "num_images_per_prompt": count,
+        "negative_prompt": negative,
+        "solver": solver,
+        "shift": shift,
+        "height": height,
+        "width": width,
+        "frames": frames,
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    record = None
+    if like is not None:
+        if prompt is not None or settings or scale is not None:
+            raise ValueError(
+                "--like repeats everything that made a clip; with it only -o, --sheet, --model, --device, --dtype go"
+            )
+        record = read_clip_record(like)
+    elif prompt is None:
+        raise ValueError('a prompt is missing; try: diffusion-engine animate "cat face, spinning" -o cat.gif')
+    device = one_of("device", device or (record or {}).get("device", "auto"), DEVICES)
+    dtype = one_of("dtype", dtype or (record or {}).get("dtype", "float32"), DTYPES)
+    factor = whole_number("scale", (record or {}).get("scale", 4) if scale is None else scale, 1, 32)
+    config = check_clip_folder(model)
+    if record is None:
+        request = make_request(config, prompt, **settings)
+    else:
+        request = _repeated(record, clip_fingerprint(config), like)
+    chosen = range(len(request.seeds)) if record is None else [record["index"]]
+    paths = [check_output(path, CLIP_SUFFIXES) for path in _names(output, len(chosen))]
+    if sheet is not None:
+        check_output(sheet, ".png")
+    _animate(request, list(chosen), paths, sheet, factor, (model, device, dtype), record, like)
 
 
 def _names(output: Path, count: int) -> list[Path]:
@@ -158,15 +286,13 @@ def _names(output: Path, count: int) -> list[Path]:
     return [output] if count == 1 else [output.with_stem(f"{output.stem}_{i}") for i in range(count)]
 
 
-def _repeated(record: dict, config: dict, like: Path) -> Request:
+def _repeated(record: dict, model: str, like: Path) -> Request:
     """The request in a record, if this model can repeat it."""
     request = request_of(record)
     if request.given_latents:
         raise ValueError(f"{like} started from latents that a program handed in; they are not in the file")
-    if record.get("model") != fingerprint(config):
-        raise ValueError(
-            f"{like} was drawn by model {record.get('model')}, this is {fingerprint(config)}; give its --model"
-        )
+    if record.get("model") != model:
+        raise ValueError(f"{like} was drawn by model {record.get('model')}, this is {model}; give its --model")
     return request
 
 
@@ -178,17 +304,21 @@ def _draw(
     source: tuple[Path | None, str, str],
     record: dict | None,
     like: Path | None,
+    memory_budget: str | None = None,
+    profile: bool = False,
 ) -> None:
     """Import torch, draw, write everything at once, print the paths; ``source`` is model folder, device, dtype."""
     with _progress(request) as bar, warnings.catch_warnings():
         import torch
 
         from diffusion_engine.engine import EngineWarning, TextToImage
+        from diffusion_engine.memory_manager import format_bytes, weight_bytes
 
         if record is not None:
             threads = record.get("threads", torch.get_num_threads())
             torch.set_num_threads(whole_number("threads", threads, 1, 1024))
         engine, previews = TextToImage.from_pretrained(*source), []
+        before = None if record is None else _pixels(like)  # the output may take its place
 
         def watch(info) -> None:
             bar.update()
@@ -200,16 +330,28 @@ def _draw(
         warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
         bar.reset()  # the time that is left is told from the steps alone
         bar.set_description_str(request.prompts[0][:24])
-        result = engine.draw(request, callback=watch)
+        if memory_budget is not None:
+            plan = engine.plan(request, memory_budget)
+            request = engine.within(request, plan)
+            bar.clear()
+            _say("plan", str(plan).replace("\n", "; "))
+        result = engine.draw(request, callback=watch, profile=profile)
     images = [result.images[i] for i in chosen]
     contents = {path: png(image) for path, image in zip(paths, images)}
     if trace is not None:
         contents[trace] = gif([_row(engine.decode(data)) for data in previews] + [_row(images)])
     write_files(contents)
-    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
+    if profile:
+        weights = format_bytes(weight_bytes(engine.dit, engine.vae, engine.text_encoder))
+        peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in result.peak_bytes.items())
+        _say("memory", f"weights {weights}; peak above them: {peaks}")
+    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items()) or "bytes, not time"
     _say("drawn", f"{len(request.seeds)} × {request.num_inference_steps} steps on {engine.device}: {stages}")
     if record is not None:
-        _compare(images[0], like, record, engine)
+        if _same(images[0], before):
+            _say("same", f"every pixel as in {like}")
+        else:
+            _differs(like, record, engine)
     for path in contents:
         print(path)
 
@@ -235,28 +377,98 @@ def _row(images: list):
     return row.resize((row.width * factor, row.height * factor), Image.Resampling.NEAREST)
 
 
-def _compare(image, like: Path, record: dict, engine) -> None:
-    """Say whether the picture came out the same, to the last bit."""
-    import torch
+def _pixels(path: Path):
+    """A picture, read into memory."""
     from PIL import Image
 
-    with Image.open(like) as original:
-        same = original.mode == image.mode and original.size == image.size and original.tobytes() == image.tobytes()
-    if same:
-        _say("same", f"every pixel as in {like}")
-        return
+    with Image.open(path) as picture:
+        return picture.copy()
+
+
+def _same(a, b) -> bool:
+    """Whether two pictures are the same to the last bit."""
+    return a.mode == b.mode and a.size == b.size and a.tobytes() == b.tobytes()
+
+
+def _animate(
+    request: Request,
+    chosen: list[int],
+    paths: list[Path],
+    sheet: Path | None,
+    scale: int,
+    source: tuple[Path | None, str, str],
+    record: dict | None,
+    like: Path | None,
+) -> None:
+    """Import torch, draw clips, write everything at once, print time, peak bytes and paths."""
+    with _progress(request) as bar, warnings.catch_warnings():
+        import torch
+
+        from diffusion_engine.engine import EngineWarning, TextToVideo
+        from diffusion_engine.memory_manager import format_bytes, weight_bytes
+
+        if record is not None:
+            threads = record.get("threads", torch.get_num_threads())
+            torch.set_num_threads(whole_number("threads", threads, 1, 1024))
+        engine = TextToVideo.from_pretrained(*source)
+        before = None if record is None else like.read_bytes()  # the output may take its place
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", EngineWarning)
+        warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
+        bar.reset()  # the time that is left is told from the steps alone
+        bar.set_description_str(request.prompts[0][:24])
+        result = engine.draw(request, callback=lambda info: bar.update() and None)
+    clips = [result.clips[i] for i in chosen]
+    for clip in clips:
+        clip[0].info[RECORD] = json.dumps(json.loads(clip[0].info[RECORD]) | {"scale": scale}, ensure_ascii=False)
+    contents = {path: animation(clip, path.suffix.lower(), scale=scale) for path, clip in zip(paths, clips)}
+    if sheet is not None:
+        contents[sheet] = png(_sheet(clips, scale))
+    write_files(contents)
+    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
+    drawn = f"{len(request.seeds)} × {request.frames} frames, {request.num_inference_steps} steps on {engine.device}"
+    _say("drawn", f"{drawn}: {stages}")
+    weights = weight_bytes(engine.dit, engine.vae, engine.text_encoder, engine.refiner)
+    peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in result.peak_bytes.items())
+    _say("memory", f"weights {format_bytes(weights)}; peak above them: {peaks}")
+    if record is not None:
+        clips[0][0].info[RECORD] = json.dumps(record, ensure_ascii=False)
+        if animation(clips[0], like.suffix.lower(), scale=scale) == before:
+            _say("same", f"every byte as in {like}")
+        else:
+            _differs(like, record, engine)
+    for path in contents:
+        print(path)
+
+
+def _sheet(clips: list, scale: int):
+    """A contact sheet: a clip a row, a frame a column."""
+    from PIL import Image
+
+    width, height = (side * scale for side in clips[0][0].size)
+    sheet = Image.new("RGB", (width * len(clips[0]), height * len(clips)), "white")
+    for row, clip in enumerate(clips):
+        for column, frame in enumerate(clip):
+            large = frame.resize((width, height), Image.Resampling.NEAREST)
+            sheet.paste(large, (column * width, row * height))
+    return sheet
+
+
+def _differs(like: Path, record: dict, engine) -> None:
+    """Say that something did not come out the same, and what may be the reason."""
+    import torch
+
     then = f"torch {record.get('torch')} on {record.get('device')} in {record.get('dtype')}"
     now = f"torch {torch.__version__} on {engine.device} in {engine.dtype}"
-    _say(
-        "warning",
-        f"not every pixel is as in {like}, drawn with {then}; this is {now}, or another machine, or it was edited",
-    )
+    reason = f"drawn with {then}; this is {now}, or another machine, or it was edited"
+    _say("warning", f"not every pixel is as in {like}, {reason}")
 
 
 @commands.command()
-def show(picture: Annotated[Path, typer.Argument(help="A PNG that diffusion-engine wrote.")]) -> None:
-    """Print what made a picture."""
-    record = read_record(picture)
+def show(picture: Annotated[Path, typer.Argument(help="A picture or clip that diffusion-engine wrote.")]) -> None:
+    """Print what made a picture or a clip."""
+    clip = picture.suffix.lower() in CLIP_SUFFIXES
+    record = read_clip_record(picture) if clip else read_record(picture)
     request, index = request_of(record), record["index"]
     total = len(request.seeds)
     rows = {
@@ -269,16 +481,25 @@ def show(picture: Annotated[Path, typer.Argument(help="A PNG that diffusion-engi
         "guidance": f"{request.guidance_scale:g}",
         "solver": request.solver,
         "shift": f"{request.shift:g}",
-        "size": f"{request.width}×{request.height}",
+        "size": f"{request.width}×{request.height}" + (f", {request.frames} frames" if clip else ""),
         "latents": "handed in by a program" if request.given_latents else "",
+        "switches": ", ".join(f"{name} {_plain(value)}" for name, value in request.switches.changed.items()),
         "model": record.get("model"),
         "made with": f"diffusion-engine {record.get('engine')}, torch {record.get('torch')}, {record.get('device')}, "
         f"{record.get('dtype')}, {record.get('threads')} threads",
         "again": ""
         if request.given_latents
-        else f"diffusion-engine generate --like {shlex.quote(str(picture))} -o again.png",
+        else f"diffusion-engine {'animate' if clip else 'generate'} --like {shlex.quote(str(picture))} "
+        f"-o again{picture.suffix.lower()}",
     }
     _table({name: value for name, value in rows.items() if value != ""})
+
+
+def _plain(value) -> str:
+    """A switch's value as one types it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else f"{value:g}"
 
 
 @commands.command()
@@ -312,6 +533,110 @@ def info(
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
     }
     _table(rows)
+
+
+REFERENCES = ("sd3", "flux", "sana")  # families that diffusion_engine.reference.run draws
+
+
+@commands.command()
+def reference(
+    family: Annotated[str | None, typer.Argument(help=f"{', '.join(REFERENCES)}.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_ID", help="A folder or a hub id.  [default: the family's own]")
+    ] = None,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to draw.")] = "a red apple on a wooden table",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("picture.png"),
+    negative: Annotated[str, typer.Option(metavar="TEXT", help="What to steer away from.")] = "",
+    steps: Annotated[str | None, typer.Option(metavar="N", help="[default: the family's]")] = None,
+    guidance: Annotated[str | None, typer.Option(metavar="W", help="[default: the family's]")] = None,
+    seed: Annotated[str, typer.Option(metavar="N", help="A whole number.")] = "0",
+    height: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: 1024]")] = None,
+    width: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: 1024]")] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="[default: bfloat16; float32 with --tiny]")] = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the cache.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Hold one part in memory at a time.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Measure each stage; also writes NAME.svg.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run diffusers beside it and print the differences.")
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Very small random weights, made on the spot.")] = False,
+    families: Annotated[bool, typer.Option("--list", help="Families, bytes needed, and what runs here.")] = False,
+) -> None:
+    """Draw with a real family, SD3, FLUX or Sana, its text encoders and VAE borrowed from diffusers."""
+    from importlib.util import find_spec
+
+    if families:
+        from diffusion_engine.reference.run import list_families
+
+        for row in list_families(*(whole_number("side", side or 1024, 1, 2**16) for side in (height, width))):
+            _table(row)
+            print()
+        return
+    one_of("family", family or "(none)", REFERENCES)
+    sides = {name: whole_number(name, side, 1, 2**16) for name, side in (("height", height), ("width", width)) if side}
+    sides = ({"height": 64, "width": 96} if tiny else {}) | sides
+    asked = {"steps": None if steps is None else whole_number("steps", steps, 1, 1000)}
+    asked |= {"guidance": None if guidance is None else real_number("guidance", guidance, near=4)}
+    asked |= {"seed": whole_number("seed", seed, 0, 2**32 - 1), "prompt": prompt, "negative": negative} | sides
+    check_output(output, ".png")
+    dtype = one_of("dtype", dtype or ("float32" if tiny else "bfloat16"), DTYPES)
+    if find_spec("diffusers") is None or find_spec("transformers") is None:
+        raise ValueError("diffusers and transformers are not installed; try pip install diffusers transformers")
+    _reference(
+        family,
+        model,
+        asked,
+        output,
+        (one_of("device", device, DEVICES), dtype),
+        download,
+        offload,
+        profile,
+        compare,
+        tiny,
+    )
+
+
+def _reference(family, model, asked, output, where, download, offload, profile, compare, tiny) -> None:
+    """Import torch, draw, write, and say what was measured."""
+    import os
+    import tempfile
+
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    from diffusion_engine.engine import choose_device
+    from diffusion_engine.memory_manager import format_bytes
+    from diffusion_engine.reference import run
+
+    with tempfile.TemporaryDirectory() as room, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = run.write_tiny(family, room) if tiny else run.find_pipeline(model or run.FACTS[family].hub, download)
+        device, order = choose_device(where[0]), run.Order(**asked)
+        parts = run.Parts(folder, family, device, getattr(torch, where[1]), offload)
+        if not parts.has_encoders:
+            _say("note", "the folder has no text encoders: prompt embeddings are drawn from the prompt's hash")
+        total = order.within(run.RECIPES[family]).steps
+        with tqdm(total=total, desc=family, leave=False, disable=not sys.stderr.isatty()) as bar:
+            result = run.draw(parts, order, callback=lambda info: bar.update() and None)
+        contents = {output: png(result.images[0])}
+        stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
+        _say("drawn", f"latents {tuple(result.latents.shape)}, {total} steps on {device} in {where[1]}: {stages}")
+        if profile:
+            measured = run.profile(parts, order)
+            contents[output.with_suffix(".svg")] = run.profile_picture(measured).encode()
+            peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, (_, count) in measured.items())
+            _say("peak", f"{peaks}, above what was loaded before")
+        if compare:
+            latents, (picture,) = run.draw_theirs(parts, order)
+            levels = np.abs(np.asarray(picture, int) - np.asarray(result.images[0], int)).max()
+            off = (latents - result.latents).abs().max()
+            _say("compare", f"largest difference to diffusers: latents {off:.1e}, picture {levels} of 255 levels")
+    write_files(contents)
+    for path in contents:
+        print(path)
 
 
 def _parameters(header: dict) -> int:

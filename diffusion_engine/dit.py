@@ -2,7 +2,10 @@
 # Do not edit: change the chapter and export again.
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import call
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +97,8 @@ def sincos_2d(
 class FinalLayer(nn.Module):
     """v = W · ((1 + γ) · LN(x) + β) + b: tokens (B, N, D) → (B, N, out_dim); zero at init, so v = 0.
 
+    forward(x, cond): the condition (B, D), or β and γ, (B, 1, D) each, as a tuple.
+
     Source: Peebles & Xie 2023 (DiT), ``FinalLayer``.
     """
 
@@ -105,8 +110,9 @@ class FinalLayer(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        shift, scale = self.modulation(F.silu(cond)).unsqueeze(1).chunk(2, dim=-1)  # (B, 1, D) each
+    def forward(self, x: Tensor, cond: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        knobs = cond if isinstance(cond, tuple) else self.modulation(F.silu(cond)).unsqueeze(1).chunk(2, dim=-1)
+        shift, scale = knobs  # (B, 1, D) each
         return self.linear(normalize(x) * (1 + scale) + shift)
 
 
@@ -157,6 +163,19 @@ def check_inputs(
             raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {shape} for {b} latents")
 
 
+class Conditions(NamedTuple):
+    """All that a forward reads besides the latents.
+
+    text (B, M, D), text_mask (B, M) or None, positions (N, D), and ``cond``: for every block, and for the final layer at
+    the end, the condition (B, D), or knobs that were made from it ahead.
+    """
+
+    text: Tensor
+    text_mask: Tensor | None
+    positions: Tensor
+    cond: list
+
+
 class DiT(nn.Module):
     """Velocity network v(x_σ, t, prompt): patchify → joint blocks → parallel blocks → unpatchify.
 
@@ -182,7 +201,7 @@ class DiT(nn.Module):
         """Latent height and width must be multiples of this."""
         return self.config.patch
 
-    def forward(self, latents: Tensor, t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor) -> Tensor:
+    def forward(self, latents, t, text, text_mask, pooled, chunk: int | None = None, run_block: Callable = call):
         """Velocity (B, C, H, W) of latents at time t under a prompt.
 
         Args:
@@ -191,24 +210,34 @@ class DiT(nn.Module):
             text: prompt tokens (B, M, Dt).
             text_mask: (B, M) bool, True where a token is real; None when all are.
             pooled: the prompt as one vector (B, Dt).
+            chunk: queries that attention handles at a time, see `attention`; exact.
+            run_block: called as run_block(block, *arguments) for every block; another way to run the same blocks.
 
         Raises:
             ValueError: a shape that does not fit the config or the batch.
         """
         check_inputs(self.config, latents, t, text, text_mask, pooled)
-        p, width = self.config.patch, self.config.width
-        grid = patch_grid(*latents.shape[-2:], p)
-        x = self.image_in(patchify(latents, p)) + sincos_2d(grid, width).to(latents)  # (B, N, D)
-        text = self.text_in(text)  # (B, M, D)
+        grid = patch_grid(*latents.shape[-2:], self.config.patch)
+        return self.velocity(latents, self.conditions(grid, t, text, text_mask, pooled), chunk, run_block)
+
+    def conditions(self, grid: tuple[int, int], t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor):
+        """All of a forward that looks at no latent, see `Conditions`; arguments as in `forward`."""
         cond = self.time_in(t) + self.pooled_in(pooled)  # (B, D)
+        parts = len(self.joint_blocks) + len(self.parallel_blocks) + 1
+        return Conditions(self.text_in(text), text_mask, sincos_2d(grid, self.config.width).to(text), [cond] * parts)
+
+    def velocity(self, latents: Tensor, given: Conditions, chunk: int | None = None, run_block: Callable = call):
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        p, text, mask, cond = self.config.patch, given.text, given.text_mask, iter(given.cond)
+        x = self.image_in(patchify(latents, p)) + given.positions  # (B, N, D)
         for block in self.joint_blocks:
-            x, text = block(x, text, cond, text_mask)
+            x, text = run_block(block, x, text, next(cond), mask, None, chunk)
         n = x.shape[1]
         if self.parallel_blocks:
-            x = torch.cat([x, text], dim=1)  # (B, N + M, D)
+            x, mask = torch.cat([x, text], dim=1), joint_mask(mask, n)  # (B, N + M, D)
         for block in self.parallel_blocks:
-            x = block(x, cond, joint_mask(text_mask, n))
-        return unpatchify(self.final(x[:, :n], cond), p, grid)
+            x = run_block(block, x, next(cond), mask, None, chunk)
+        return unpatchify(self.final(x[:, :n], next(cond)), p, patch_grid(*latents.shape[-2:], p))
 
 
 def parameter_count(config: DiTConfig) -> int:

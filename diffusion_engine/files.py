@@ -10,8 +10,10 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +21,89 @@ SHIPPED_MODEL = Path(__file__).parent / "assets" / "model"
 FORMAT = "diffusion-engine text-to-image 1"
 WEIGHTS = {"dit": "dit.safetensors", "vae": "vae.safetensors", "text_encoder": "text_encoder.safetensors"}
 TOKENIZER = "tokenizer.json"
+SHIPPED_CLIP_MODEL = Path(__file__).parent / "assets" / "clip_model"
+CLIP_FORMAT = "diffusion-engine text-to-clip 1"
+CLIP_WEIGHTS = {"dit": "dit.safetensors", "vae": "vae.safetensors", "refiner": "refiner.safetensors"}
+CLIP_SIZES = (32, 64)
+CLIP_SUFFIXES = (".gif", ".webp", ".mp4")
+CLIP_MILLISECONDS = 80  # a frame stays
+DESCRIPTION = 0x010E  # EXIF tag
 SIZES = (32, 128)  # pixels a side that are accepted when config.json does not say
 RECORD = "diffusion_engine"  # the PNG's text chunk
 SOLVERS = ("euler", "heun", "multistep")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_STEPS = 1_000
+MAX_FRAMES = 257
 MAX_COUNT = 1_000
 MAX_SEED = 2**64 - 1
 
 
 # What a picture is made from
+
+
+@dataclass(frozen=True)
+class Switches:
+    """How the arithmetic of a run is done. As it stands, all that is exact and never slower is on, all else off.
+
+    Exact up to rounding:
+        batched_cfg: both sides of guidance in one forward. attention_chunk: queries handled at a time.
+        vae_batch: pictures decoded at a time. vae_tile, vae_overlap: in tiles of this many latents a side. latent_buffer: latents allocated once.
+        prompt_cache: keep prompt embeddings. hoist: work out once what no latent changes. compile: `torch.compile` the blocks.
+
+    Another picture:
+        step_cache: threshold of the first-block cache; 0 reuses nothing. guidance_interval: guide where low < σ ≤ high only.
+        guidance_rescale: 0 … 1. cfg_zero_star: CFG-Zero*'s projection. zero_steps: first steps that stand still.
+
+    Raises:
+        ValueError: a value outside its range; the message names the value, the rule and the nearest valid value.
+    """
+
+    batched_cfg: bool = True
+    attention_chunk: int | None = None
+    vae_batch: int | None = None
+    vae_tile: int | None = None
+    vae_overlap: int = 8
+    latent_buffer: bool = False
+    prompt_cache: bool = True
+    hoist: bool = False
+    compile: bool = False
+    step_cache: float | None = None
+    guidance_interval: tuple[float, float] | None = None
+    guidance_rescale: float = 0.0
+    cfg_zero_star: bool = False
+    zero_steps: int = 0
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, label = getattr(self, field.name), field.name.replace("_", " ")
+            if field.type is bool:
+                checked = yes_or_no(label, value)
+            elif value is None and field.default is None:
+                checked = None
+            else:
+                checked = _SWITCH_RULES[field.name](label, value)
+            object.__setattr__(self, field.name, checked)  # the class is frozen; here it takes the checked form
+        if self.vae_tile is not None and self.vae_overlap >= self.vae_tile:
+            rule = f"vae overlap {self.vae_overlap} must be below vae tile {self.vae_tile}"
+            raise ValueError(f"{rule}; try overlap {self.vae_tile // 4}, or tile {self.vae_overlap + 1} or more")
+
+    @classmethod
+    def of(cls, given: dict, base: "Switches | None" = None) -> "Switches":
+        """``base`` (the defaults) with the switches that were given by name.
+
+        Raises:
+            ValueError: an unknown name; see also the class.
+        """
+        known = tuple(field.name for field in fields(cls))
+        for name in given:
+            one_of("switch", name, known)
+        return replace(base or cls(), **given)
+
+    @property
+    def changed(self) -> dict:
+        """Name → value of every switch that is not as it stands by default."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 @dataclass(frozen=True)
@@ -42,6 +116,8 @@ class Request:
         num_inference_steps: 1 … 1,000. guidance_scale: w ≥ 0. seed: 0 … 2**64 − 1; picture i uses seed + i.
         height, width: pixels. solver: ``euler``, ``heun`` or ``multistep``. shift: of the schedule, > 0.
         given_latents: the first latents were handed in, so the seeds alone do not tell the picture.
+        switches: how it is computed: a `Switches`, its fields by name, or None for the defaults.
+        frames: of a clip; 1 is a picture.
 
     Raises:
         ValueError: a value outside its range; the message names the value, the rule and the nearest valid value.
@@ -58,6 +134,8 @@ class Request:
     solver: str = "euler"
     shift: float = 1.0
     given_latents: bool = False
+    switches: Switches | None = None
+    frames: int = 1
 
     def __post_init__(self):
         prompts, negatives = texts("prompt", self.prompts), texts("negative prompt", self.negative_prompts)
@@ -78,9 +156,14 @@ class Request:
             "width": whole_number("width", self.width, 1, 2**20),
             "solver": one_of("solver", self.solver, SOLVERS),
             "shift": real_number("shift", self.shift),
+            "switches": self.switches if isinstance(self.switches, Switches) else Switches.of(self.switches or {}),
+            "frames": whole_number("frames", self.frames, 1, MAX_FRAMES),
         }
         if checked["shift"] == 0:
             raise ValueError("shift 0 maps every noise level to 0; try 1")
+        if (zero := checked["switches"].zero_steps) >= checked["num_inference_steps"]:
+            steps = checked["num_inference_steps"]
+            raise ValueError(f"zero steps {zero} of {steps} leave nothing to draw with; try {min(1, steps - 1)}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # the class is frozen; here it takes the checked form
 
@@ -103,7 +186,7 @@ class Request:
 
 def recommended(config: dict) -> dict:
     """The settings that a model's configuration recommends: ``guidance_scale``, ``shift``, ``height``, ``width``."""
-    usual = {"guidance_scale": 4.0, "shift": 1.0, "num_inference_steps": 28, "height": 64, "width": 64}
+    usual = {"guidance_scale": 4.0, "shift": 1.0, "num_inference_steps": 28, "height": 64, "width": 64, "frames": 1}
     return usual | config.get("recommended", {})
 
 
@@ -120,6 +203,8 @@ def make_request(
     solver="euler",
     shift=None,
     given_latents: bool = False,
+    switches: Switches | None = None,
+    frames=None,
 ) -> Request:
     """A checked request for one model: what is None becomes what the model's ``config`` recommends.
 
@@ -147,6 +232,8 @@ def make_request(
         solver=solver,
         shift=best["shift"] if shift is None else shift,
         given_latents=given_latents,
+        switches=switches,
+        frames=check_frames(best["frames"] if frames is None else frames, config),
     )
 
 
@@ -190,6 +277,44 @@ def real_number(name: str, value, near: float = 1) -> float:
     return number
 
 
+def yes_or_no(name: str, value) -> bool:
+    """``value``, if it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} {shown(value)} is neither True nor False; try True")
+    return value
+
+
+def share(name: str, value) -> float:
+    """``value``, a number or its text, as a float in 0 … 1."""
+    number = real_number(name, value, near=0.5)
+    if number > 1:
+        raise ValueError(f"{name} {number:g} is above 1; try 1")
+    return number
+
+
+def interval(name: str, value) -> tuple[float, float]:
+    """``value``, two numbers or their text ``"0.2,0.9"``, as low < high, both in 0 … 1."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (tuple, list)) or len(parts) != 2:
+        raise ValueError(f"{name} {shown(value)} is not two numbers; try 0.2,0.9")
+    low, high = (share(name, part) for part in parts)
+    if not low < high:
+        raise ValueError(f"{name} {low:g},{high:g} is empty; try 0.2,0.9")
+    return low, high
+
+
+_SWITCH_RULES = {
+    "attention_chunk": lambda name, value: whole_number(name, value, 1, 2**20),
+    "vae_batch": lambda name, value: whole_number(name, value, 1, MAX_COUNT),
+    "vae_tile": lambda name, value: whole_number(name, value, 2, 2**20),
+    "vae_overlap": lambda name, value: whole_number(name, value, 0, 2**20),
+    "step_cache": lambda name, value: real_number(name, value, near=0.1),
+    "guidance_interval": interval,
+    "guidance_rescale": share,
+    "zero_steps": lambda name, value: whole_number(name, value, 0, MAX_STEPS),
+}
+
+
 def check_seed(value, count: int = 1) -> int:
     """``value`` as a seed: ``value + count − 1`` must still be a 64-bit integer."""
     try:
@@ -220,11 +345,21 @@ def check_size(name: str, value, multiple: int, low: int, high: int) -> int:
     return side
 
 
+def check_frames(value, config: dict) -> int:
+    """A clip's number of frames, time_factor · k + 1 for a model whose VAE shrinks time; 1 for any other model."""
+    factor = config["vae"].get("time_factor", 0)
+    frames = whole_number("frames", value, 1, MAX_FRAMES if factor else 1)
+    if factor and (frames - 1) % factor:
+        below = (frames - 1) // factor * factor + 1
+        raise ValueError(f"{frames} frames are not {factor}k + 1; try {below} or {below + factor}")
+    return frames
+
+
 def texts(name: str, value) -> tuple[str, ...]:
     """One text or several as a tuple; text that no file could hold is refused."""
     several = (value,) if isinstance(value, str) else value
-    if not isinstance(several, Iterable):
-        raise ValueError(f"{name} {shown(value)} is not text; try 'red apple'")
+    if not isinstance(several, Iterable) or isinstance(several, (bytes, Set, Mapping)):
+        raise ValueError(f"{name} {shown(value)} is not text, nor a list of texts; try 'red apple'")
     several = tuple(several)
     for text in several:
         if not isinstance(text, str):
@@ -237,17 +372,19 @@ def texts(name: str, value) -> tuple[str, ...]:
 # Writing: whole files or none
 
 
-def check_output(path: str | Path, suffix: str) -> Path:
-    """Say before any work whether ``path`` can be written.
+def check_output(path: str | Path, suffix: str | tuple[str, ...]) -> Path:
+    """Say before any work whether ``path`` can be written; ``suffix`` is the one it must have, or several to choose from.
 
     Raises:
         ValueError: another suffix, a folder that is missing or read-only, a folder in the file's place.
     """
-    path = Path(path)
+    path, known = Path(path), (suffix,) if isinstance(suffix, str) else suffix
     if not path.name or path.is_dir():
-        raise ValueError(f"output {path} is a folder; try {path / ('picture' + suffix)}")
-    if path.suffix.lower() != suffix:
-        raise ValueError(f"output {path} has the suffix {path.suffix or '(none)'}; try {path.with_suffix(suffix).name}")
+        name = "picture" if isinstance(suffix, str) else "clip"
+        raise ValueError(f"output {path} is a folder; try {path / (name + known[0])}")
+    if path.suffix.lower() not in known:
+        near = " or ".join(path.with_suffix(end).name for end in known)
+        raise ValueError(f"output {path} has the suffix {path.suffix or '(none)'}; try {near}")
     if not path.parent.is_dir():
         raise ValueError(f"output folder {path.parent} does not exist; create it first: mkdir -p {path.parent}")
     probe = _temporary(path)
@@ -277,7 +414,7 @@ def write_files(contents: dict[Path, bytes]) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")  # threads may write the same file
 
 
 # Pictures with a record
@@ -300,6 +437,63 @@ def gif(frames: list, milliseconds: int = 80, hold: int = 1_500) -> bytes:
     durations = [milliseconds] * (len(frames) - 1) + [hold]
     frames[0].save(buffer, format="gif", save_all=True, append_images=frames[1:], duration=durations, loop=0)
     return buffer.getvalue()
+
+
+def animation(frames: list, suffix: str, milliseconds: int = CLIP_MILLISECONDS, scale: int = 1) -> bytes:
+    """PIL pictures as one file that plays; the record in the first one's ``info`` travels along.
+
+    Args:
+        suffix: ``.gif`` (256 colours a frame; the record is its comment), ``.webp`` (lossless; EXIF description) or
+            ``.mp4`` (H.264, lossy, through imageio; the container's comment).
+        milliseconds: how long a frame stays. scale: small pictures are magnified by this whole number.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    from PIL import Image
+
+    one_of("suffix", suffix, CLIP_SUFFIXES)
+    text, buffer = frames[0].info.get(RECORD, ""), io.BytesIO()
+    size = frames[0].width * scale, frames[0].height * scale
+    large = [frame.resize(size, Image.Resampling.NEAREST) for frame in frames]
+    if suffix == ".mp4":
+        return _mp4(large, milliseconds, text)
+    several = {"save_all": True, "append_images": large[1:], "duration": milliseconds, "loop": 0}
+    if suffix == ".gif":
+        large[0].save(buffer, format="gif", **several, comment=text.encode())
+    else:
+        exif = Image.Exif()
+        exif[DESCRIPTION] = json.dumps(text)[1:-1]  # EXIF holds ASCII only
+        large[0].save(buffer, format="webp", lossless=True, **several, exif=exif)
+    return buffer.getvalue()
+
+
+def _mp4(frames: list, milliseconds: int, text: str) -> bytes:
+    """Frames as H.264; ffmpeg writes files only, so by way of one."""
+    import tempfile
+
+    import imageio.v2 as imageio
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.mp4"
+        settings = {"codec": "libx264", "quality": 9, "macro_block_size": 2, "ffmpeg_log_level": "error"}
+        extra = ["-metadata", f"comment={json.dumps(text)[1:-1]}", "-fflags", "+bitexact", "-threads", "1"]
+        with imageio.get_writer(path, fps=1000 / milliseconds, output_params=extra, **settings) as writer:
+            for frame in frames:
+                writer.append_data(np.asarray(frame))
+        return path.read_bytes()
+
+
+def save_clip(frames: list, path: str | Path, scale: int = 4) -> Path:
+    """Write one of a result's clips (.gif, .webp or .mp4) with the record of what made it; whole or not at all.
+
+    Raises:
+        ValueError: see `check_output`.
+    """
+    path = check_output(path, CLIP_SUFFIXES)
+    write_files({path: animation(frames, path.suffix.lower(), scale=scale)})
+    return path
 
 
 def save_picture(image, path: str | Path) -> Path:
@@ -327,15 +521,58 @@ def read_record(path: str | Path) -> dict:
     try:
         with Image.open(path) as image:
             text, kind = image.info.get(RECORD), image.format
+            image.load()
     except (OSError, SyntaxError, ValueError):
-        raise ValueError(f"{path} is not a picture; give a PNG that diffusion-engine wrote") from None
+        raise ValueError(f"{path} is not a whole picture; give a PNG that diffusion-engine wrote") from None
     if kind != "PNG" or text is None:
         raise ValueError(f"{path} ({kind}) has no record of what made it; give a PNG that diffusion-engine wrote")
+    return _checked_record(path, text)
+
+
+def read_clip_record(path: str | Path) -> dict:
+    """What made a clip, as the engine wrote it into the GIF, WebP or MP4.
+
+    Raises:
+        ValueError: no such file, another kind of file, no record, or a damaged one.
+    """
+    from PIL import Image
+
+    path = Path(path)
+    give = "give a .gif, .webp or .mp4 that diffusion-engine animate wrote"
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file; {give}")
+    try:
+        if path.suffix.lower() == ".mp4":
+            text = json.loads(f'"{_mp4_comment(path)}"')
+        else:
+            with Image.open(path) as image:
+                comment, exif = image.info.get("comment", b""), image.getexif().get(DESCRIPTION, "")
+            text = comment.decode() if comment else json.loads(f'"{exif}"')
+    except (OSError, SyntaxError, ValueError, RuntimeError):
+        raise ValueError(f"{path} is not a clip; {give}") from None
+    if not text:
+        raise ValueError(f"{path} has no record of what made it; {give}")
+    return _checked_record(path, text)
+
+
+def _mp4_comment(path: Path) -> str:
+    """The container's comment, as ffmpeg reads it; newlines and ``=;#\\`` come escaped there."""
+    import subprocess
+
+    import imageio_ffmpeg
+
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
+    found = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False).stdout
+    line = next((line for line in found.splitlines() if line.startswith("comment=")), "comment=")
+    return re.sub(r"\\([=;#\\])", r"\1", line.removeprefix("comment="))
+
+
+def _checked_record(path: Path, text: str) -> dict:
+    """The record in a file's text, whole and usable."""
     try:
         record = json.loads(text)
-        request_of(record)
-        whole_number("index", record["index"], 0, len(request_of(record).seeds) - 1)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        record["index"] = whole_number("index", record["index"], 0, len(request_of(record).seeds) - 1)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged record ({error})") from None
     return record
 
@@ -367,7 +604,8 @@ def sha256(data: bytes) -> str:
 
 def size_rule(config: dict) -> tuple[int, int, int]:
     """(multiple, smallest, largest) side in pixels that a model draws."""
-    multiple = config["vae"].get("factor", 4) * config["dit"].get("patch", 4)
+    patch = config["dit"].get("patch", 4)
+    multiple = config["vae"].get("factor", 4) * (patch[-1] if isinstance(patch, (list, tuple)) else patch)
     low, high = config.get("sizes", SIZES)
     return multiple, low, high
 
@@ -411,7 +649,7 @@ def _read_json(path: Path) -> dict:
         raise ValueError(f"model file {path} is missing; restore it, or give another model folder")
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model file {path} is damaged: it is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"model file {path} is damaged: it is not a JSON object")
@@ -451,14 +689,14 @@ def read_header(path: Path) -> dict[str, dict]:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = [tuple(entry["shape"]) for entry in entries.values()]
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        tensors = {n: {"dtype": str(e["dtype"]), "shape": tuple(map(int, e["shape"]))} for n, e in entries.items()}
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         raise ValueError(f"model file {path} is not a safetensors file: its header is unreadable; restore it") from None
     if size < expected:
         raise ValueError(f"model file {path} is truncated: {size} of {expected} bytes; restore it")
     if size > expected:
         raise ValueError(f"model file {path} is damaged: {size} bytes where {expected} belong; restore it")
-    return {name: {"dtype": entry["dtype"], "shape": shape} for (name, entry), shape in zip(entries.items(), shapes)}
+    return tensors
 
 
 def load_model(path: str | Path | None = None, device: str = "cpu", dtype: str = "float32") -> Model:
@@ -471,9 +709,6 @@ def load_model(path: str | Path | None = None, device: str = "cpu", dtype: str =
     Raises:
         ValueError: a missing, truncated, wrong-shaped, foreign or altered file; the message names it.
     """
-    import torch
-    from safetensors.torch import load
-
     from diffusion_engine.dit import DiT, DiTConfig
     from diffusion_engine.text_conditioning import PromptTokenizer, TextEncoder, TextEncoderConfig
     from diffusion_engine.vae import VAE, VAEConfig
@@ -483,20 +718,42 @@ def load_model(path: str | Path | None = None, device: str = "cpu", dtype: str =
     kinds = {"dit": (DiT, DiTConfig), "vae": (VAE, VAEConfig), "text_encoder": (TextEncoder, TextEncoderConfig)}
     parts = {}
     for part, (kind, settings) in kinds.items():
-        file = folder / WEIGHTS[part]
-        module = _build(kind, settings, config[part], folder / "config.json", part)
-        _check_shapes(file, {name: tuple(value.shape) for name, value in module.state_dict().items()})
-        data = file.read_bytes()
-        _check_hash(file, data, config)
-        state = {name: value.to(torch.float32) for name, value in load(data).items()}
-        module.load_state_dict(state, assign=True)
-        parts[part] = module.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
+        parts[part] = load_part(folder, WEIGHTS[part], part, kind, settings, config, device, dtype)
     _check_hash(folder / TOKENIZER, (folder / TOKENIZER).read_bytes(), config)
-    tokenizer = PromptTokenizer(str(folder / TOKENIZER), parts["text_encoder"].config.max_length)
+    try:
+        tokenizer = PromptTokenizer(str(folder / TOKENIZER), parts["text_encoder"].config.max_length)
+    except Exception as error:  # the tokenizers library has no type of its own
+        raise ValueError(f"model file {folder / TOKENIZER} is not a tokenizer: {error}") from None
     if tokenizer.vocab_size > (known := parts["text_encoder"].config.vocab_size):
         words = f"{tokenizer.vocab_size} tokens, the text encoder knows {known}"
         raise ValueError(f"model file {folder / TOKENIZER} does not fit config.json: {words}")
     return Model(**parts, tokenizer=tokenizer, config=config, fingerprint=fingerprint(config))
+
+
+def load_part(folder: Path, name: str, part: str, kind, settings, config: dict, device: str, dtype: str):
+    """One module of a model folder on its device, its file's shapes and hash checked."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    file, module = folder / name, _build(kind, settings, config[part], folder / "config.json", part)
+    _check_shapes(file, {name: tuple(value.shape) for name, value in module.state_dict().items()})
+    data = file.read_bytes()
+    _check_hash(file, data, config)
+    try:
+        weights = load(data)
+    except SafetensorError as error:
+        raise ValueError(f"model file {file} is damaged: {error}; restore it") from None
+    module.load_state_dict({name: value.to(torch.float32) for name, value in weights.items()}, assign=True)
+    return module.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
+
+
+def _stored(module, dtype: str) -> bytes:
+    """A module's weights as a safetensors file."""
+    import torch
+    from safetensors.torch import save
+
+    return save({k: v.detach().to("cpu", getattr(torch, dtype)).contiguous() for k, v in module.state_dict().items()})
 
 
 def fingerprint(config: dict) -> str:
@@ -557,19 +814,69 @@ def save_model(
         recommended: ``guidance_scale``, ``num_inference_steps``, ``shift``, ``height``, ``width``.
         dtype: what the weights are stored in.
     """
-    import torch
-    from safetensors.torch import save
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     modules = {"dit": dit, "vae": vae, "text_encoder": text_encoder}
-    contents = {TOKENIZER: tokenizer.encode()}
-    for part, module in modules.items():
-        state = {k: v.detach().to("cpu", getattr(torch, dtype)).contiguous() for k, v in module.state_dict().items()}
-        contents[WEIGHTS[part]] = save(state)
+    contents = {TOKENIZER: tokenizer.encode()} | {WEIGHTS[part]: _stored(m, dtype) for part, m in modules.items()}
     config = {"format": FORMAT, **{part: asdict(module.config) for part, module in modules.items()}}
     config |= {"recommended": dict(recommended), "sizes": list(SIZES)}
     config["sha256"] = {name: sha256(data) for name, data in contents.items()}
+    contents["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    write_files({folder / name: data for name, data in contents.items()})
+    return config
+
+
+# The clip model's folder: a VAE, a refiner and a DiT for clips; the text encoder and tokenizer are the picture model's
+
+
+def check_clip_folder(path: str | Path | None = None) -> dict:
+    """Look a clip model's folder over without loading it; see `check_model_folder`.
+
+    Raises:
+        ValueError: a missing, truncated or foreign file, or another text encoder in the package than it was trained over.
+    """
+    folder = SHIPPED_CLIP_MODEL if path is None else Path(path)
+    if not folder.is_dir():
+        names = ", ".join(CLIP_WEIGHTS.values())
+        raise ValueError(f"clip model folder {folder} does not exist; it should hold config.json and {names}")
+    config = _read_json(folder / "config.json")
+    if config.get("format") != CLIP_FORMAT:
+        found = shown(config.get("format"))
+        raise ValueError(f"{folder / 'config.json'} has the format {found}; animate reads {CLIP_FORMAT!r}")
+    for part in ("sha256", "text", "dit", "vae", "recommended"):
+        if not isinstance(config.get(part), dict):
+            raise ValueError(f"{folder / 'config.json'} has no entry {part!r}; it is not a clip model's configuration")
+    for name in CLIP_WEIGHTS.values():
+        if name not in config["sha256"]:
+            raise ValueError(f"{folder / 'config.json'} has no sha256 of {name}; save the model with save_clip_model")
+        read_header(folder / name)
+    text = check_model_folder()["sha256"]
+    if any(text.get(name) != digest for name, digest in config["text"].items()):
+        raise ValueError(f"{folder} was trained over another text encoder than {SHIPPED_MODEL} holds; restore both")
+    return config
+
+
+def clip_fingerprint(config: dict) -> str:
+    """One name for all files of a clip model, the text files included: 16 hex digits."""
+    names = {name: config["sha256"][name] for name in CLIP_WEIGHTS.values()}
+    return sha256(json.dumps(names | config["text"]).encode())[:16]
+
+
+def save_clip_model(folder: str | Path, *, dit, vae, refiner, recommended: dict, dtype: str = "float16") -> dict:
+    """Write a folder that `engine.load_clip_model` reads, each file whole or not at all; returns its configuration.
+
+    Args:
+        dit, vae, refiner: modules with a ``config`` dataclass. dtype: what the weights are stored in.
+        recommended: ``guidance_scale``, ``num_inference_steps``, ``shift``, ``height``, ``width``, ``frames``.
+    """
+    folder, modules = Path(folder), {"dit": dit, "vae": vae, "refiner": refiner}
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {CLIP_WEIGHTS[part]: _stored(module, dtype) for part, module in modules.items()}
+    config = {"format": CLIP_FORMAT, **{part: asdict(module.config) for part, module in modules.items()}}
+    config |= {"recommended": dict(recommended), "sizes": list(CLIP_SIZES)}
+    config["sha256"] = {name: sha256(data) for name, data in contents.items()}
+    text = check_model_folder()["sha256"]
+    config["text"] = {name: text[name] for name in (WEIGHTS["text_encoder"], TOKENIZER)}
     contents["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     write_files({folder / name: data for name, data in contents.items()})
     return config

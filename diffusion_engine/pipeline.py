@@ -1,10 +1,11 @@
 # Generated from notebooks/source/10_pipeline.py by `course export`.
 # Do not edit: change the chapter and export again.
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,11 +67,13 @@ class NotFiniteError(ArithmeticError):
 def require_finite(value: Any, stage: str) -> Any:
     """``value`` itself, if all floating tensors in it (tuples and lists are looked into) are finite.
 
+    A finite sum proves every number finite without a mask as large as the tensor.
+
     Raises:
         NotFiniteError: names ``stage``.
     """
     if isinstance(value, Tensor):
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        if value.is_floating_point() and not math.isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NotFiniteError(f"{stage} gave NaN or infinity; try float32, a smaller guidance, or intact weights")
     elif isinstance(value, (tuple, list)):
         for part in value:
@@ -91,6 +94,7 @@ def denoise(
     callback: Callback | None = None,
     start: int = 0,
     history: tuple = (),
+    buffer: Any = None,
 ) -> State:
     """Walk the ODE dx/dσ = v(x, σ) down the schedule: for each (σ, σ_next) one solver step.
 
@@ -99,6 +103,8 @@ def denoise(
         noise: latents at the first σ, or, to go on, a cancelled `State`'s latents.
         callback: called after each step with a `StepInfo`; returning False cancels.
         start, history: a cancelled `State`'s step and history; the rest then equals an uninterrupted run, bit for bit.
+        buffer: a pair of latents to walk in (load(x) fills ``front``; each step writes ``back``, then swap()), so that
+            no step allocates any. The same bits; a callback's latents live until the step after next.
 
     Raises:
         ValueError: unknown solver, ``start`` outside 0 … N. NotFiniteError: names the step.
@@ -107,15 +113,17 @@ def denoise(
         raise ValueError(f"solver {solver!r} is unknown; try one of {', '.join(SOLVERS)}")
     if not 0 <= start <= schedule.num_steps:
         raise ValueError(f"start {start} is outside 0 … {schedule.num_steps}, the steps of this schedule; try 0")
-    x, count = noise, schedule.num_steps
+    x, count = noise if buffer is None else buffer.load(noise), schedule.num_steps
     for k, (sigma, sigma_next) in list(enumerate(schedule, 1))[start:]:
-        step = SOLVERS[solver](velocity, x, sigma, sigma_next, history)
+        step = SOLVERS[solver](velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
         require_finite(step.latents, f"denoise, step {k} of {count},")
         data = predict_data(x, step.velocity, sigma) if callback is not None else None  # x̂0 = x − σ·v
         x, history = step.latents, step.history
+        if buffer is not None:
+            buffer.swap()
         if callback is not None and callback(StepInfo(k, sigma_next, x, data)) is False:
-            return State(x, k, history, cancelled=True)
-    return State(x, count, history, cancelled=False)
+            return State(x if buffer is None else x.clone(), k, history, cancelled=True)
+    return State(x if buffer is None else x.clone(), count, history, cancelled=False)
 
 
 def to_pictures(images: Tensor) -> list[Image.Image]:
@@ -164,6 +172,8 @@ class Result:
     history: tuple = ()  # what the solver remembers
     cancelled: bool = False
     request: Any = None  # what was asked for; the engine fills it in
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # by stage, when the meter counts bytes
+    memory: Any = None  # what an engine's own switches remember of a cancelled run
 
 
 def generate(
@@ -181,6 +191,7 @@ def generate(
     callback: Callback | None = None,
     resume: Result | State | None = None,
     meter: Callable | None = None,
+    buffer: Any = None,
 ) -> Result:
     """prompts → encode → noise → denoise → decode → `Result`, one direction, picture i from prompt i and seed i.
 
@@ -189,7 +200,7 @@ def generate(
         shape: of one latent. device: where latents live; noise is drawn on the CPU and moved there.
         latents: the first noise (B, *shape), instead of the seeds'.
         resume: a cancelled result of the same request; the run goes on from its step.
-        meter: times a stage, see `Stopwatch`.
+        meter: times a stage, see `Stopwatch`; or counts its bytes. buffer: see `denoise`.
 
     Raises:
         ValueError: counts or shapes that do not fit. NotFiniteError: names the stage.
@@ -206,10 +217,10 @@ def generate(
         if tuple(x.shape) != (len(seeds), *shape):
             raise ValueError(f"latents have shape {tuple(x.shape)}; expected {(len(seeds), *shape)}")
     with meter("denoise"):
-        state = denoise(velocity(condition), x, schedule, solver, callback, start, history)
+        state = denoise(velocity(condition), x, schedule, solver, callback, start, history, buffer)
     images = []
     if not state.cancelled:
         with meter("decode"), torch.no_grad():
             images = to_pictures(require_finite(decode(state.latents), "decode"))
-    stages = dict(meter.seconds)
-    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:])  # step, history, cancelled
+    stages, peaks = dict(getattr(meter, "seconds", {})), dict(getattr(meter, "peak_bytes", {}))
+    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:], peak_bytes=peaks)

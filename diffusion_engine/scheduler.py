@@ -325,12 +325,22 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _advance(x: Tensor, velocity: Tensor, width: float) -> Tensor:
-    """x + h·v in fp32 at least, cast back to the dtype of x."""
-    return (_wide(x) + width * _wide(velocity)).to(x.dtype)
+def _takes(out: Tensor | None, x: Tensor, velocity: Tensor) -> bool:
+    """Whether ``out`` can hold every intermediate sum: it is given, and none is wider than x."""
+    return out is not None and x.dtype == torch.promote_types(velocity.dtype, torch.float32)
 
 
-def euler_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def _advance(x: Tensor, velocity: Tensor, width: float, out: Tensor | None = None) -> Tensor:
+    """x + h·v in fp32 at least, cast back to the dtype of x; the same bits into ``out``, which may be the velocity."""
+    if _takes(out, x, velocity):
+        return out.copy_(velocity).mul_(width).add_(x)
+    new = (_wide(x) + width * _wide(velocity)).to(x.dtype)
+    return new if out is None else out.copy_(new)
+
+
+def euler_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·v(x, σ) with h = σ_next − σ. One call, error O(1/N).
 
     Args:
@@ -338,19 +348,25 @@ def euler_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, h
         x: latents of any rank, any float dtype; the update is fp32 and cast back.
         sigma, sigma_next: where the step begins and ends, 1 ≥ σ > σ_next ≥ 0.
         history: what the step before handed back; () at the start. Euler and Heun ignore it.
+        out: where the new latents go, shaped like x and not x itself: the same bits, and fp32 allocates nothing.
     """
     v = velocity(x, sigma)
-    return Step(_advance(x, v, sigma_next - sigma), v)
+    return Step(_advance(x, v, sigma_next - sigma, out), v)
 
 
-def heun_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def heun_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·(v(x, σ) + v(x + h·v, σ_next))/2. Two calls, error O(1/N²). Args: as `euler_step`."""
-    v = velocity(x, sigma)
-    ahead = velocity(_advance(x, v, sigma_next - sigma), sigma_next)
-    return Step(_advance(x, (_wide(v) + _wide(ahead)) / 2, sigma_next - sigma), v)
+    v, width = velocity(x, sigma), sigma_next - sigma
+    ahead = velocity(_advance(x, v, width, out), sigma_next)
+    mean = out.copy_(ahead).add_(v).div_(2) if _takes(out, x, v) else (_wide(v) + _wide(ahead)) / 2
+    return Step(_advance(x, mean, width, out), v)
 
 
-def multistep_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def multistep_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·(v + h/2·(v − v_prev)/h_prev): Adams–Bashforth 2 for uneven steps. One call, error O(1/N²).
 
     Args: as `euler_step`; ``history`` is () or (v_prev, h_prev), and the first step is Euler's.
@@ -358,9 +374,12 @@ def multistep_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: floa
     v, width = velocity(x, sigma), sigma_next - sigma
     half_way = _wide(v)
     if history:
-        v_prev, width_prev = history
-        half_way = half_way + width / (2 * width_prev) * (half_way - _wide(v_prev))
-    return Step(_advance(x, half_way, width), v, (v, width))
+        v_prev, ratio = history[0], width / (2 * history[1])
+        if _takes(out, x, v):
+            half_way = out.copy_(v_prev).sub_(v).mul_(-ratio).add_(v)
+        else:
+            half_way = half_way + ratio * (half_way - _wide(v_prev))
+    return Step(_advance(x, half_way, width, out), v, (v, width))
 
 
 SOLVERS = {"euler": euler_step, "heun": heun_step, "multistep": multistep_step}

@@ -209,7 +209,7 @@ def train_step(state: TrainState, loss: Callable[[Generator], Tensor], factor: f
         The loss of this batch.
 
     Raises:
-        FloatingPointError: the loss is NaN or infinite; the weights are left as they were.
+        FloatingPointError: the loss or its gradient is NaN or infinite; the weights are left as they were.
     """
     value = loss(step_generator(state.seed, state.step))
     if not torch.isfinite(value):
@@ -217,7 +217,9 @@ def train_step(state: TrainState, loss: Callable[[Generator], Tensor], factor: f
     state.optimizer.zero_grad()
     value.backward()
     for group in state.optimizer.param_groups:
-        nn.utils.clip_grad_norm_(group["params"], clip)
+        norm = nn.utils.clip_grad_norm_(group["params"], clip)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm} at step {state.step}; try a lower learning rate")
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
     state.optimizer.step()
     state.ema.update(state.model)
@@ -263,7 +265,7 @@ def load_checkpoint(path: Path | str, state: TrainState) -> TrainState:
     try:
         payload = torch.load(io.BytesIO(Path(path).read_bytes()), weights_only=True)
         found = payload["seed"], {name: value.shape for name, value in payload["model"].items()}
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no whole checkpoint ({type(error).__name__}); delete it to begin again") from error
     if found != (state.seed, {name: value.shape for name, value in state.model.state_dict().items()}):
         raise ValueError(f"{path} belongs to another run: seed {found[0]}, not {state.seed}, or another model")

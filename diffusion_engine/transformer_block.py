@@ -61,6 +61,8 @@ class Modulation(nn.Module):
         width: D. n: sub-layers to steer.
         gate: whether each gets a gate, too (without one: AdaLN, as before a final layer).
 
+    forward(c) → n × `Mod`; knobs that were made before, a list of `Mod`, pass unchanged.
+
     Raises:
         ValueError: the condition is not (B, D), or (B, N, D) for knobs per token.
 
@@ -74,7 +76,9 @@ class Modulation(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, cond: Tensor) -> list[Mod]:
+    def forward(self, cond: Tensor | list[Mod]) -> list[Mod]:
+        if isinstance(cond, list):
+            return cond
         if cond.ndim not in (2, 3) or cond.shape[-1] != self.linear.in_features:
             raise ValueError(f"condition has shape {tuple(cond.shape)}; expected (B, {self.linear.in_features})")
         return split_mods(self.linear(F.silu(cond)), self.n, self.gate)
@@ -91,6 +95,12 @@ class FeedForward(nn.Sequential):
     def __init__(self, width: int, ratio: int = 4, hidden: int | None = None):
         hidden = ratio * width if hidden is None else hidden
         super().__init__(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self[0](x)
+        if hidden.requires_grad:
+            return self[2](self[1](hidden))
+        return self[2](torch.ops.aten.gelu_(hidden, approximate=self[1].approximate))  # in place: nothing is as wide
 
 
 class DiTBlock(nn.Module):
@@ -146,7 +156,7 @@ class JointBlock(nn.Module):
         options: ``text_first``, ``bias``, ``head_dim``, ``eps`` of `JointAttention`.
 
     forward(x (B, N, D), text (B, M, D), cond (B, D), text_mask (B, M) bool, rope over N + M tokens) → image tokens and text
-    tokens, None for the text of a last block. Source: Esser et al. 2024 (SD3), figure 2; FLUX.1's double blocks.
+    tokens, None for the text of a last block. cond may also be a pair, one for the image and one for the text. Source: Esser et al. 2024 (SD3), figure 2; FLUX.1's double blocks.
     """
 
     def __init__(self, width: int, heads: int, qk_norm: QKNorm = True, last: bool = False, **options):
@@ -158,13 +168,15 @@ class JointBlock(nn.Module):
         self.image_ff, self.text_ff = FeedForward(width), None if last else FeedForward(width)
 
     def forward(self, x, text, cond, text_mask=None, rope: Rope | None = None, chunk: int | None = None):
-        image_mods, text_mods = self.image_modulation(cond), self.text_modulation(cond)
+        for_image, for_text = cond if isinstance(cond, tuple) else (cond, cond)
+        image_mods, text_mods = self.image_modulation(for_image), self.text_modulation(for_text)
         a, b = self.attn(modulate(x, image_mods[0]), modulate(text, text_mods[0]), text_mask, rope, chunk)
         x = x + image_mods[0].gate * a
+        text = text if self.last else text + text_mods[0].gate * b
+        del a, b  # nothing below reads them, and the widest tensors come next
         x = x + image_mods[1].gate * self.image_ff(modulate(x, image_mods[1]))
         if self.last:
             return x, None
-        text = text + text_mods[0].gate * b
         return x, text + text_mods[1].gate * self.text_ff(modulate(text, text_mods[1]))
 
 
@@ -192,6 +204,7 @@ class ParallelBlock(nn.Module):
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         attended = self.stream.merge(attention(q, k, v, mask, chunk))  # (B, N, D)
+        del q, k, v  # nothing below reads them, and the widest tensors come next
         return x + mod.gate * self.out(torch.cat([attended, F.gelu(self.ff_in(h), approximate="tanh")], dim=-1))
 
 

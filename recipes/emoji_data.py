@@ -58,7 +58,7 @@ class Package(NamedTuple):
 
     @property
     def tarball(self) -> str:
-        return f"{self.name}-{self.version}.tgz"
+        return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"  # as npm pack names it
 
 
 PICTURES_PACKAGE = Package(

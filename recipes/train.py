@@ -532,21 +532,25 @@ def training_log(options: Options, output: Path) -> dict:
     )
     parts = {part["name"]: part for part in old.get("parts", [])}
     for name, stage in STAGES.items():
-        path = options.checkpoint(name)
-        if path.exists():
-            found = torch.load(path, weights_only=True)
-            weights = [n for n in found["model"] if not n.startswith("head.")]
-            parts[name] = {
-                "name": name,
-                "what": stage.what,
-                "seed": found["seed"],
-                "steps": found["step"],
-                "batch": options.batch or stage.batch,
-                "hours": round(found["seconds"] / 3600, 3),
-                "parameters": sum(found["model"][n].numel() for n in weights),
-                "curve": [[entry["step"], entry["loss"]] for entry in found["curve"]],
-            }
+        if options.checkpoint(name).exists():
+            parts[name] = log_entry(name, stage, options)
     return {"parts": [parts[name] for name in STAGES if name in parts], "tried": old.get("tried", [])}
+
+
+def log_entry(name: str, stage: Stage, options: Options) -> dict:
+    """One stage's entry, from its checkpoint."""
+    found = torch.load(options.checkpoint(name), weights_only=True)
+    weights = [n for n in found["model"] if not n.startswith("head.")]
+    return {
+        "name": name,
+        "what": stage.what,
+        "seed": found["seed"],
+        "steps": found["step"],
+        "batch": options.batch or stage.batch,
+        "hours": round(found["seconds"] / 3600, 3),
+        "parameters": sum(found["model"][n].numel() for n in weights),
+        "curve": [[entry["step"], entry["loss"]] for entry in found["curve"]],
+    }
 
 
 def export_model(options: Options, output: Path, recommended: dict) -> dict:

@@ -104,6 +104,13 @@ def test_chunks_have_the_same_gradient():
         assert torch.allclose(fused, chunked, atol=1e-5)
 
 
+@pytest.mark.parametrize(("keys", "values", "width"), [(5, 4, 8), (1, 5, 8), (4, 4, 6)])
+def test_keys_values_and_queries_that_do_not_fit_are_refused(keys, values, width):
+    q, k, v = (torch.zeros(1, 2, *size) for size in ((3, 8), (keys, width), (values, width)))
+    with pytest.raises(ValueError, match="a value for each key, and queries as wide as keys"):
+        attention(q, k, v)
+
+
 @pytest.mark.parametrize("chunk", [0, -3, 1.5, "64"])
 def test_bad_chunks_are_refused(chunk):
     x = torch.zeros(1, 1, 4, 4)

@@ -94,6 +94,45 @@ def test_every_option_counts_in_the_record(run, here):
     assert (here / "a.png").read_bytes() == (here / "b.png").read_bytes()
 
 
+SWITCHES = {
+    "exact": ["--hoist", "--no-batched-cfg", "--attention-chunk", 5, "--latent-buffer", "--no-prompt-cache"],
+    "tiles": ["--vae-tile", 8, "--vae-overlap", 3, "--vae-batch", 1],
+    "cache": ["--step-cache", 0.4],
+    "guidance": ["--guidance-interval", "0.1,0.9", "--guidance-rescale", 0.5, "--cfg-zero-star", "--zero-steps", 1],
+    "budget": ["--memory-budget", "1 MB"],
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_switches_are_kept_in_the_record_and_repeated(run, here, kind):
+    flags = ["--steps", 6, "--count", 2, *SWITCHES[kind]]
+    code, _, err = run("generate", "red apple", "-o", "a.png", *flags)
+    assert code == 0 and ("plan: " in err) == (kind == "budget"), err
+    record = files.read_record(here / "a_1.png")
+    changed = files.request_of(record).switches.changed
+    assert changed if kind != "budget" else True
+    code, out, _ = run("show", "a_1.png")
+    assert code == 0 and all(f"{name} " in out for name in changed)
+    code, _, err = run("generate", "--like", "a_1.png", "-o", "b.png")
+    assert code == 0 and "every pixel" in err
+    assert (here / "a_1.png").read_bytes() == (here / "b.png").read_bytes()
+
+
+def test_every_switch_is_an_option_of_the_same_name(run):
+    from dataclasses import fields
+
+    from diffusion_engine.cli import SWITCH_OPTIONS
+
+    assert list(SWITCH_OPTIONS) == [field.name for field in fields(files.Switches)]
+
+
+def test_profile_tells_bytes(run, here):
+    code, out, err = run("generate", "red apple", "-o", "a.png", "--steps", 2, "--profile")
+    assert (code, out) == (0, "a.png\n") and "memory: weights" in err and "decode" in err and "bytes, not time" in err
+    run("generate", "red apple", "-o", "b.png", "--steps", 2)
+    assert (here / "a.png").read_bytes() == (here / "b.png").read_bytes()
+
+
 def test_the_trace_has_a_frame_a_step_and_the_picture(run, here):
     code, out, _ = run("generate", "red apple", "-o", "a.png", "--steps", 5, "--count", 2, "--trace", "t.gif")
     assert code == 0 and out.split() == ["a_0.png", "a_1.png", "t.gif"]
@@ -164,6 +203,15 @@ BAD = {
     "width large": (["--width", "512"], "try 128"),
     "shift": (["--shift", "0"], "try 1"),
     "unknown option": (["--stepz", "3"], "No such option"),
+    "chunk zero": (["--attention-chunk", "0"], "try 1"),
+    "tile within its overlap": (["--vae-tile", "6"], "try overlap 1, or tile 9"),
+    "threshold in words": (["--step-cache", "some"], "not a number; try 0.1"),
+    "interval of one": (["--guidance-interval", "0.5"], "not two numbers; try 0.2,0.9"),
+    "interval upside down": (["--guidance-interval", "0.9,0.1"], "is empty"),
+    "rescale above one": (["--guidance-rescale", "1.5"], "try 1"),
+    "budget in words": (["--memory-budget", "much"], "no size in bytes"),
+    "budget too small": (["--memory-budget", "1 kB"], "cannot hold"),
+    "like and switches": (["--like", "a.png", "--hoist"], "--like"),
     "option without value": (["--model"], "requires an argument"),
     "two prompts": (["red", "apple"], "unexpected extra argument"),
     "like and settings": (["--like", "a.png"], "--like"),
@@ -246,8 +294,21 @@ def test_like_says_when_the_picture_is_another(run, here):
         image.load()
         image.putpixel((0, 0), (1, 2, 3))
         (here / "a.png").write_bytes(files.png(image))
-    code, _, err = run("generate", "--like", "a.png", "-o", "b.png")
-    assert code == 0 and "warning: not every pixel" in err
+    for output in ("b.png", "a.png"):  # also when the output takes its place
+        code, _, err = run("generate", "--like", "a.png", "-o", output)
+        assert code == 0 and "warning: not every pixel" in err
+
+
+def test_like_refuses_a_cut_picture_and_a_size_that_cannot_be_drawn(run, here):
+    run("generate", "red apple", "-o", "a.png", "--steps", 1)
+    data = (here / "a.png").read_bytes()
+    (here / "cut.png").write_bytes(data[:-200])
+    with Image.open(here / "a.png") as image:
+        image.info[files.RECORD] = image.info[files.RECORD].replace('"height": 64', '"height": 66')
+        (here / "odd.png").write_bytes(files.png(image))
+    for name, says in (("cut.png", "not a whole picture"), ("odd.png", "height 66 is not a multiple of")):
+        code, out, err = run("generate", "--like", name, "-o", "b.png")
+        assert (code, out) == (2, "") and one_line(err) and says in err and not (here / "b.png").exists()
 
 
 def test_a_nan_names_the_stage_and_writes_nothing(run, here, tiny_model_folder, tiny_parts):

@@ -1,15 +1,21 @@
 """TextToImage on a tiny model with random weights: what it promises holds whatever the weights are."""
 
 import copy
+import itertools
 import json
+import operator
+import re
 import threading
 import warnings
 
+import PIL.ImageChops
 import pytest
 import torch
 
 from diffusion_engine import EngineWarning, NotFiniteError, TextToImage, files
 from diffusion_engine.files import load_model
+from diffusion_engine.memory_manager import parse_bytes, weight_bytes
+from diffusion_engine.optimizations import Accelerated, StepCache
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.scheduler import SOLVERS, make_schedule
 
@@ -36,15 +42,14 @@ def test_each_picture_of_a_batch_is_the_one_drawn_alone(engine):
 def test_the_first_noise_is_bit_identical(engine):
     """A schedule's first latents are the noise; x at σ = 1 is seen through the velocity callable."""
     seen = {}
-    inner = engine._network
 
-    def spy(x, t, prompt):
+    def spy(x, t, *rest):
         if float(t[0]) == 1000:
             seen.setdefault(len(x), x[-1].clone())
-        return inner(x, t, prompt)
+        return engine.dit(x, t, *rest)
 
     twin = copy.copy(engine)
-    twin._network = spy
+    twin.dit = spy
     draw(twin, ["red apple", "rocket"], seed=3, guidance_scale=1)
     draw(twin, "rocket", seed=4, guidance_scale=1)
     assert torch.equal(seen[1], seen[2]) and torch.equal(seen[1], initial_noise([4], seen[1].shape)[0])
@@ -176,9 +181,8 @@ def test_threads_share_one_engine(tiny_model):
 
 def test_guidance_one_is_the_prompt_alone_and_costs_half(engine):
     rows = []
-    inner = engine._network
     twin = copy.copy(engine)
-    twin._network = lambda x, t, prompt: rows.append(len(x)) or inner(x, t, prompt)
+    twin.dit = lambda x, *rest: rows.append(len(x)) or engine.dit(x, *rest)
     draw(twin, "red apple", guidance_scale=1)
     assert sum(rows) == STEPS
     rows.clear()
@@ -276,6 +280,203 @@ def test_seconds_of_every_stage(engine):
 def test_latents_can_be_used_further(engine):
     latents = draw(engine, "red apple").latents
     assert not latents.is_inference() and (latents.requires_grad_() * 2).sum().backward() is None
+
+
+# Switches
+
+
+EXACT = {
+    "batched_cfg": [True, False],
+    "attention_chunk": [None, 5],
+    "vae_tile": [None, 12],
+    "latent_buffer": [False, True],
+    "hoist": [False, True],
+    "step_cache": [None, 0.0],
+}
+SAME_BITS = ("latent_buffer", "prompt_cache", "step_cache")
+APPROXIMATE = [
+    {"step_cache": 0.3},
+    {"guidance_interval": (0.2, 0.8)},
+    {"guidance_rescale": 0.5},
+    {"cfg_zero_star": True},
+    {"zero_steps": 1},
+]
+
+
+@pytest.mark.parametrize("other", [{}, *APPROXIMATE], ids=lambda options: "-".join(options) or "plain")
+def test_what_must_be_equal_is_equal_in_every_combination(engine, other):
+    """All exact switches with all others; where only bit-exact ones differ, the bits are the same."""
+    prompts = {"prompt": ["red apple", "猫"], "seed": 3, "num_inference_steps": 2, "solver": "multistep"}
+    prompts["vae_overlap"] = 11
+    known = {}
+    for place, values in enumerate(itertools.product(*EXACT.values())):
+        if other and place % 9:  # with another picture, a spread of the combinations
+            continue
+        switches = dict(zip(EXACT, values)) | {"prompt_cache": place % 3 > 0, "vae_batch": place % 5 or None} | other
+        if other.get("step_cache") and not switches["batched_cfg"]:
+            continue  # a reused step is an approximation, and it may be another one
+        result = engine(**prompts, **switches)
+        assert result.request.switches == files.Switches.of(switches | {"vae_overlap": 11})
+        first = next(iter(known.values()), result)
+        assert (result.latents - first.latents).abs().max() < 1e-4, switches
+        for mine, others in zip(result.images, first.images):
+            assert PIL.ImageChops.difference(mine, others).getextrema() <= ((0, 1),) * 3, switches
+        key = tuple(value for name, value in switches.items() if name not in SAME_BITS)
+        assert torch.equal(known.setdefault(key, result).latents, result.latents), switches
+    assert len(known) > 3
+
+
+@pytest.mark.parametrize("options", APPROXIMATE, ids=lambda options: "-".join(options))
+def test_what_makes_another_picture_does(engine, options):
+    plain = engine("red apple", num_inference_steps=8)
+    assert not torch.equal(engine("red apple", num_inference_steps=8, **options).latents, plain.latents)
+
+
+@pytest.mark.parametrize(
+    "options", [*APPROXIMATE, {"hoist": True, "batched_cfg": False, "vae_tile": 8, "vae_overlap": 3}]
+)
+def test_the_record_repeats_the_switches_bit_for_bit(engine, options):
+    result = draw(engine, "red apple", **options)
+    record = json.loads(result.images[0].info[files.RECORD])
+    assert files.request_of(record).switches == result.request.switches
+    assert engine.draw(files.request_of(record)).images[0].tobytes() == result.images[0].tobytes()
+
+
+def test_a_record_from_before_the_switches_is_read(engine):
+    record = json.loads(draw(engine, "red apple").images[0].info[files.RECORD])
+    del record["request"]["switches"]
+    assert files.request_of(record).switches == files.Switches()
+
+
+def test_switches_of_the_engine_and_of_the_call(tiny_model):
+    engine = TextToImage.from_pretrained(tiny_model, device="cpu", hoist=True, step_cache=0.0)
+    assert draw(engine, "red apple").request.switches.changed == {"hoist": True, "step_cache": 0.0}
+    assert draw(engine, "red apple", hoist=False).request.switches.changed == {"step_cache": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("switches", "says"),
+    [
+        ({"hoists": True}, "did you mean hoist"),
+        ({"hoist": 1}, "neither True nor False"),
+        ({"attention_chunk": 0}, "below 1; try 1"),
+        ({"attention_chunk": 2.5}, "not a whole number; try 2"),
+        ({"vae_tile": 1}, "below 2"),
+        ({"vae_tile": 8}, "vae overlap 8 must be below vae tile 8; try overlap 2, or tile 9"),
+        ({"vae_batch": 0}, "below 1"),
+        ({"step_cache": -0.1}, "below 0; try 0"),
+        ({"step_cache": float("nan")}, "not finite; try 0.1"),
+        ({"guidance_interval": (0.8, 0.2)}, "is empty; try 0.2,0.9"),
+        ({"guidance_interval": 0.5}, "not two numbers"),
+        ({"guidance_interval": "0.2,1.5"}, "above 1; try 1"),
+        ({"guidance_rescale": 2}, "above 1"),
+        ({"zero_steps": 4}, "zero steps 4 of 4 leave nothing"),
+    ],
+)
+def test_bad_switches(engine, tiny_model, switches, says):
+    with pytest.raises(ValueError, match=says):
+        draw(engine, "red apple", **switches)
+    if "zero_steps" not in switches:
+        with pytest.raises(ValueError, match=says):
+            TextToImage.from_pretrained(tiny_model, **switches)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])
+@pytest.mark.parametrize("options", [{"step_cache": 0.4}, {"step_cache": 0.4, "hoist": True, "latent_buffer": True}])
+def test_a_resumed_run_with_a_step_cache_is_the_uninterrupted_one(engine, solver, options):
+    settings = {"num_inference_steps": 12, "solver": solver, **options}
+    whole = engine("red apple", **settings)
+    stopped = engine("red apple", **settings, callback=lambda info: info.step < 7)
+    assert torch.equal(engine(resume=stopped).latents, whole.latents)
+    assert torch.equal(engine(resume=stopped).latents, whole.latents)  # resuming spends nothing
+
+
+@pytest.mark.parametrize("way", ["cancelled", "interrupted"])
+def test_a_step_cache_is_gone_after_an_abort(engine, way):
+    settings = {"num_inference_steps": 12, "step_cache": 0.4}
+    fresh = engine("red apple", **settings)
+
+    def abort(info):
+        if info.step == 5:
+            if way == "cancelled":
+                return False
+            raise KeyboardInterrupt
+
+    try:
+        engine("red apple", **settings, seed=9, callback=abort)
+    except KeyboardInterrupt:
+        pass
+    assert torch.equal(engine("red apple", **settings).latents, fresh.latents)
+    held = [value for value in vars(engine).values() if isinstance(value, (StepCache, Accelerated))]
+    assert not held
+
+
+def test_two_threads_with_step_caches_do_not_meet(engine):
+    settings = {"num_inference_steps": 8, "step_cache": 0.4, "hoist": True}
+    alone = [engine(prompt, seed=seed, **settings).latents for seed, prompt in enumerate(("red apple", "猫"))]
+    found = [None, None]
+
+    def work(seed, prompt):
+        found[seed] = engine(prompt, seed=seed, **settings).latents
+
+    threads = [threading.Thread(target=work, args=(s, p)) for s, p in enumerate(("red apple", "猫"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(alone, found))
+
+
+def test_compiled_blocks_are_made_once_an_engine(engine, monkeypatch):
+    made = []
+    monkeypatch.setattr("diffusion_engine.engine.compiled_blocks", lambda: made.append(1) or operator.call)
+    twin = copy.copy(engine)
+    plain = draw(twin, "red apple")
+    for _ in range(2):
+        result = draw(twin, "red apple", compile=True)
+        assert torch.equal(result.latents, plain.latents) and result.request.switches.compile
+    assert made == [1]
+
+
+# Memory
+
+
+def test_profile_counts_bytes_and_no_time(engine):
+    result, plain = draw(engine, "red apple", profile=True), draw(engine, "red apple")
+    assert list(result.peak_bytes) == ["encode", "noise", "denoise", "decode"] and result.seconds == {}
+    assert all(count > 0 for count in result.peak_bytes.values()) and plain.peak_bytes == {}
+    assert torch.equal(result.latents, plain.latents)
+    stopped = draw(engine, "red apple", callback=lambda info: info.step < 2)
+    assert set(engine(resume=stopped, profile=True).peak_bytes) == set(result.peak_bytes)
+
+
+def test_a_budget_chooses_what_fits_and_is_kept(shipped_model):
+    engine = TextToImage.from_pretrained(device="cpu")
+    settings = {"prompt": "red apple", "num_images_per_prompt": 3, "num_inference_steps": 1}
+    request = files.make_request(engine.config, **settings)
+    with pytest.raises(ValueError, match="cannot hold") as caught:
+        engine(**settings, memory_budget="10 kB")
+    least = re.search(r"try ([\d.]+ [kM]?B)", str(caught.value))[1]
+    plain, tight = engine(**settings), engine(**settings, memory_budget=least, profile=True)
+    assert tight.request == engine.within(request, engine.plan(request, least)) != request
+    assert tight.request.switches.changed == {"batched_cfg": False, "vae_batch": 1}
+    weights = weight_bytes(engine.dit, engine.vae, engine.text_encoder)
+    assert weights + max(tight.peak_bytes.values()) <= parse_bytes(least)
+    assert (tight.latents - plain.latents).abs().max() < 1e-4
+    assert engine(**settings, memory_budget="2 GB").request.switches == files.Switches()
+
+
+@pytest.mark.parametrize("size", ["2 boxes", "", 0, -5, "GB"])
+def test_a_budget_that_is_no_size(engine, size):
+    with pytest.raises(ValueError, match="no size in bytes"):
+        draw(engine, "red apple", memory_budget=size)
+
+
+def test_resume_takes_no_switches(engine):
+    stopped = draw(engine, "red apple", callback=lambda info: info.step < 2)
+    for options in ({"hoist": True}, {"memory_budget": "2 GB"}, {"step_cache": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} given with resume"):
+            engine(resume=stopped, **options)
 
 
 def test_the_shipped_model_draws(shipped_model):

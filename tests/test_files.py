@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -190,6 +191,7 @@ def test_a_record_survives_the_file(tmp_path):
         {"request": {"prompts": []}, "index": 0},
         {"request": {"prompts": ["a"], "seed": "x"}, "index": 0},
         {"request": 3, "index": 0},
+        "[" * 100_000,
     ],
 )
 def test_damaged_records(tmp_path, record):
@@ -197,6 +199,21 @@ def test_damaged_records(tmp_path, record):
     path.write_bytes(files.png(drawn(record)))
     with pytest.raises(ValueError, match="damaged record"):
         read_record(path)
+
+
+def test_many_threads_may_write_one_file(tmp_path):
+    images = [Image.new("RGB", (64, 64), (i, 0, 0)) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda image: save_picture(image, tmp_path / "a.png"), images * 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.getpixel((0, 0))[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("prompt", [{"red", "blue"}, {"red": 1}, b"red", 3])
+def test_prompts_are_a_text_or_a_list_of_texts(prompt):
+    with pytest.raises(ValueError, match="nor a list of texts"):
+        files.texts("prompt", prompt)
 
 
 def test_pictures_without_a_record(tmp_path):

@@ -86,7 +86,7 @@ def third_party(path: Path) -> set[str]:
     return found - OURS - neighbours - set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("folder", ["diffusion_engine", "course", "recipes", "tests", "notebooks/source"])
+@pytest.mark.parametrize("folder", ["diffusion_engine", "minivllm", "course", "recipes", "tests", "notebooks/source"])
 def test_everything_imported_is_pinned(folder):
     homes = importlib.metadata.packages_distributions()
     unpinned = {}
@@ -183,7 +183,7 @@ def test_the_two_readmes_agree():
     def skeleton(language: str) -> dict:
         content = READMES[language].read_text(encoding="utf-8")
         fenced = re.findall(r"^```\w*\n(.*?)^```", content, re.DOTALL | re.MULTILINE)
-        links = [re.sub(r"notebooks/(zh|en)", "notebooks/*", link) for link in re.findall(r"\]\(([^)\s]+)\)", content)]
+        links = [re.sub(r"notebooks/(zh|en|playground\.(zh|en))", "notebooks/*", link) for link in re.findall(r"\]\(([^)\s]+)\)", content)]
         return {
             "headings": [len(h) for h in re.findall(r"^(#+) ", content, re.MULTILINE)],
             "links": [link for link in links if not link.startswith("README")],
@@ -198,7 +198,7 @@ def test_the_two_readmes_agree():
 def test_the_readme_maps_every_chapter(language):
     content = READMES[language].read_text(encoding="utf-8")
     linked = re.findall(rf"notebooks/{language}/(\w+)\.ipynb", content)
-    assert linked == sorted(p.stem for p in (ROOT / "notebooks" / "source").glob("*.py"))
+    assert linked == sorted(p.stem for p in (ROOT / "notebooks" / "source").glob("[0-9A]*.py"))
 
 
 # --- licences --------------------------------------------------------------------------------------------------------
@@ -217,8 +217,9 @@ def test_notice_lists_every_asset_and_its_source():
         assert f"diffusion_engine/assets/{folder.name}/" in notice, f"NOTICE is silent on {folder.name}"
     for path in sorted((ASSETS / "emoji").iterdir()):
         assert path.name in notice, f"NOTICE is silent on {path.name}"
-    for source in json.loads((ASSETS / "emoji" / "captions.json").read_text(encoding="utf-8"))["sources"]:
-        assert source["package"].removeprefix("npm ") in notice
+    for record in (ASSETS / "emoji" / "captions.json", ASSETS / "clips" / "clips.json"):
+        for source in json.loads(record.read_text(encoding="utf-8"))["sources"]:
+            assert source["package"].removeprefix("npm ") in notice
     for font in (ROOT / "course" / "fonts").glob("*.otf"):
         assert font.name in notice
     for vendored in [*(ROOT / "site" / "vendor").glob("*"), *(ROOT / "tests" / "site" / "vendor").glob("*.js")]:
@@ -233,6 +234,7 @@ def test_assets_are_small():
     }
     assert sizes["emoji"] <= 8e6
     assert sizes.get("model", 0) <= 30e6 + 2e6  # the weights, their card and its pictures
+    assert sizes["clips"] <= 12e6 and sizes["clip_model"] <= 30e6 + 2e6
 
 
 # --- the caption font ------------------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ def test_the_layers_are_the_reading_order():
     layers = [layer.removeprefix("diffusion_engine.") for layer in contract["layers"]]
     header = re.compile(r"^#     module: (\S+)$", re.MULTILINE)
     chapters = [header.findall(p.read_text("utf-8")) for p in sorted((ROOT / "notebooks" / "source").glob("[0-9]*.py"))]
-    modules = [found[0] for found in chapters if found]
+    modules = [found[0].replace("/", ".") for found in chapters if found]
     assert [layer for layer in reversed(layers) if layer in modules] == modules
     hand_written = {p.stem for p in (ROOT / "diffusion_engine").glob("*.py")} - set(modules) - {"__init__"}
     assert set(layers) == hand_written | set(modules)
@@ -362,3 +364,15 @@ def test_the_model_card_says_what_was_measured():
             "run: python -m recipes.model_card"
         )
     assert parts[1]["weights_sha256"] == parts[0]["sha256"], "quality.json measured other weights; run: make quality"
+
+
+def test_the_clip_model_card_says_what_was_measured():
+    from diffusion_engine.files import SHIPPED_CLIP_MODEL as folder
+    from recipes.clip_card import render
+
+    parts = [json.loads((folder / f"{name}.json").read_text("utf-8")) for name in ("config", "quality", "training")]
+    for language, name in (("en", "MODEL_CARD.md"), ("zh", "MODEL_CARD.zh.md")):
+        assert (folder / name).read_text("utf-8") == render(language, folder, *parts), (
+            "run: python -m recipes.clip_card"
+        )
+    assert parts[1]["weights_sha256"] == parts[0]["sha256"], "quality.json measured other weights"

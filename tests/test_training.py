@@ -248,6 +248,9 @@ def test_a_bad_loss_moves_nothing():
     for bad in (math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="step 1"):
             train_step(state, lambda generator, bad=bad: next(state.model.parameters()).sum() * 0 + bad)
+    steep = lambda generator: (next(state.model.parameters()).sum() * 0).sqrt()  # noqa: E731, 0, with slope 0/0
+    with pytest.raises(FloatingPointError, match="the gradient's norm is nan at step 1"):
+        train_step(state, steep)
     assert state.step == 1 and all(torch.equal(a, b) for a, b in zip(before, everything(state)))
 
 

@@ -332,10 +332,10 @@ image_grid(
 )
 
 # %% [markdown] lang="zh"
-# 逐条标签的实测在[模型卡](../../diffusion_engine/assets/model/MODEL_CARD.md)里。第 11 章讲它怎样训练，也讲为什么这么小的模型只能背书。
+# 逐条标签的实测在[模型卡](../../diffusion_engine/assets/model/MODEL_CARD.md)里。第 11 章讲它怎样训练，也讲为什么这么小的模型只能背书。想自己考考它，打开[试验台](../playground.zh.ipynb)。
 
-# %% [markdown] lang="en" twin="6d026e44"
-# The measurements, label by label, are on the [model card](../../diffusion_engine/assets/model/MODEL_CARD.md). Chapter 11 tells how it was trained, and why so small a model can only learn by heart.
+# %% [markdown] lang="en" twin="05050670"
+# The measurements, label by label, are on the [model card](../../diffusion_engine/assets/model/MODEL_CARD.md). Chapter 11 tells how it was trained, and why so small a model can only learn by heart. To question it yourself, open the [playground](../playground.en.ipynb).
 
 # %% [markdown] lang="zh"
 # ## 你的机器

@@ -39,15 +39,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-# %% tags=["hide"]
-import copy
-import math
-
-import matplotlib.pyplot as plt
-from torch import nn
-
-from course.figures import COLORS, show
-
 # %% [markdown] lang="zh"
 # ## 最小的世界：一团噪声，一颗心
 #
@@ -59,6 +50,8 @@ from course.figures import COLORS, show
 # A picture has tens of thousands of numbers, too many to see. A point in the plane has two; we can see it, and the truth can be computed. This heart is 24 small Gaussian clouds in a row. Data $x_0$ come from the heart, noise $\varepsilon$ from the standard normal, paired at random.
 
 # %%
+import math
+
 angle = torch.arange(24) / 24 * 2 * math.pi
 bumps = 13 * angle.cos() - 5 * (2 * angle).cos() - 2 * (3 * angle).cos() - (4 * angle).cos()
 heart, spread = torch.stack([16 * angle.sin() ** 3, bumps + 2.5], dim=-1) / 7, 0.15  # centres (24, 2)
@@ -172,21 +165,37 @@ for shape in [(2, 2), (2, 3, 2, 2), (2, 3, 2, 2, 2)]:  # points, images, videos;
     road = interpolate(torch.zeros(shape), torch.ones(shape), two_sigmas)
     assert (road[0] == 0).all() and (road[1] == 1).all()  # each sample got its own σ, in every element
 
+# %% [markdown] lang="zh"
+# **先猜，再拖**：图从纯噪声开始，灰线是六对点的路。把 $\sigma$ 从 $1$ 拖到 $0$：拖到多少时，你第一次认得出那颗心？红点会不会走得有快有慢？
+
+# %% [markdown] lang="en" twin="10a382a5"
+# **Guess, then move:** the picture starts as pure noise; grey lines are the roads of six pairs. Move $\sigma$ from $1$ to $0$. Where will you first make out the heart? Do some of the red points travel faster than others?
+
 # %% tags=["hide"]
-fig, axes = plt.subplots(1, 5, figsize=(8, 1.9), sharex=True, sharey=True)
-for ax, s in zip(axes, (1.0, 0.75, 0.5, 0.25, 0.0)):
-    x = interpolate(data, noise, s)
-    for i in range(6):
-        ax.plot(*torch.stack([data[i], noise[i]]).T, color=COLORS[5], lw=0.6)
-    ax.scatter(*x[:700].T, s=1.5, color=COLORS[0])
-    ax.scatter(*x[:6].T, s=12, color=COLORS[3], zorder=3)
-    ax.set(title=f"σ = {s:g}", xticks=[], yticks=[], aspect="equal")
-fig.suptitle(
-    "Every pair walks its own straight road from noise (left) to the heart (right)", fontsize=10, x=0.01, ha="left"
-)
-show(
-    fig,
-    alt="Five panels: a round cloud of points turns step by step into a heart; six roads are drawn and cross each other.",
+from course.figures import COLORS, plt, show
+from course.sliders import slider
+
+
+def draw_road(s: float):
+    fig, ax = plt.subplots(figsize=(4, 3.6))
+    x, six = interpolate(data, noise, s), slice(24, 30)
+    ax.plot(*torch.stack([data[six], noise[six]]).permute(2, 0, 1), color=COLORS[5], lw=0.8)
+    ax.scatter(*x[:360].T, s=3, color=COLORS[0])
+    ax.scatter(*x[six].T, s=18, color=COLORS[3], zorder=3)
+    ax.spines[:].set_visible(False)
+    title = f"σ = {s:g}: every pair walks its own straight road"
+    ax.set(title=title, xticks=[], yticks=[], aspect="equal", xlim=(-3.2, 3.2), ylim=(-2.8, 2.8))
+    return fig
+
+
+slider(
+    draw_road,
+    torch.linspace(1, 0, 9).tolist(),
+    label="σ",
+    alt="At sigma {} the cloud of points stands between a round cloud at 1 and a heart at 0; six roads cross each other.",
+    live=torch.linspace(1, 0, 41).tolist(),
+    text="{:.3g}",
+    colors=24,
 )
 
 # %% [markdown] lang="zh"
@@ -432,19 +441,22 @@ show(
 #
 # $$\mathcal{L} = \mathbb{E}\,\bigl\|\,v_\theta(x_\sigma, \sigma) - (\varepsilon - x_0)\,\bigr\|^2$$
 #
-# 损失不会降到零：路在交叉，猜不中是正常的。最小处正是平均速度。这颗心的真实速度场会算，学完就逐点比。
+# 损失不会降到零：路在交叉，猜不中是正常的。最小处正是平均速度。这颗心的真实速度场会算，学完就逐点比。先猜一猜：$\sigma = 1$ 时，箭头会指向哪里？下面的滑块给出答案。
 
-# %% [markdown] lang="en" twin="c70fc962"
+# %% [markdown] lang="en" twin="483f80bb"
 # ## Learning the field
 #
 # Real data have no closed form; the field must be learned. Draw a pair and a $\sigma$ at random, and let the network guess the velocity of that road:
 #
 # $$\mathcal{L} = \mathbb{E}\,\bigl\|\,v_\theta(x_\sigma, \sigma) - (\varepsilon - x_0)\,\bigr\|^2$$
 #
-# The loss does not reach zero: roads cross, and no guess fits them all. Its minimum is the mean velocity. For the heart we know that field, so afterwards we compare point by point.
+# The loss does not reach zero: roads cross, and no guess fits them all. Its minimum is the mean velocity. For the heart we know that field, so afterwards we compare point by point. Guess first: where do the arrows point at $\sigma = 1$? The slider below tells.
 
 
 # %%
+from torch import nn
+
+
 class ToyVelocity(nn.Module):
     """(x, σ) → v for points in the plane."""
 
@@ -493,20 +505,30 @@ path = integrate(model, fresh, torch.linspace(1, 0, 33), return_path=True)
 assert heart_distance(path[-1]) < 0.3 < 0.5 < heart_distance(fresh)  # real data lie at about 0.17
 
 # %% tags=["hide"]
-fig, axes = plt.subplots(1, 3, figsize=(8, 3), sharex=True, sharey=True)
-x, y = torch.meshgrid(torch.linspace(-3, 3, 17), torch.linspace(-3, 3, 17), indexing="xy")
+x, y = torch.meshgrid(torch.linspace(-3, 3, 13), torch.linspace(-2.5, 2.5, 11), indexing="xy")
 grid = torch.stack([x.flatten(), y.flatten()], dim=-1)
-for ax, s in zip(axes, (0.9, 0.3)):
-    ax.quiver(*grid.T, *-model(grid, s).T, color=COLORS[5], width=0.004)
-    ax.set(title=f"Walking direction −v at σ = {s}")
-axes[2].plot(path[:, :80, 0], path[:, :80, 1], color=COLORS[5], lw=0.5)
-axes[2].scatter(*path[-1, :900].T, s=2, color=COLORS[3])
-axes[2].set(title="Fresh noise walks into the heart")
-for ax in axes:
-    ax.set(xticks=[], yticks=[], aspect="equal", xlim=(-3.2, 3.2), ylim=(-3.2, 3.2))
-show(
-    fig,
-    alt="Two arrow fields, vague at sigma 0.9 and pointing to a heart's outline at 0.3; right, curved paths end on a heart.",
+
+
+def draw_field(s: float):
+    fig, ax = plt.subplots(figsize=(4, 3.6))
+    k = round(32 * (1 - s))  # the station of the walk at this σ
+    ax.quiver(*grid.T, *-model(grid, s).T, color="#a0aec0", width=0.005, scale=60)
+    ax.plot(path[: k + 1, :20, 0], path[: k + 1, :20, 1], color=COLORS[0], lw=0.7)
+    ax.scatter(*path[k, :300].T, s=3, color=COLORS[3], zorder=3)
+    ax.spines[:].set_visible(False)
+    title = f"σ = {s:g}: where −v points, the noise walks"
+    ax.set(title=title, xticks=[], yticks=[], aspect="equal", xlim=(-3.2, 3.2), ylim=(-2.8, 2.8))
+    return fig
+
+
+slider(
+    draw_field,
+    torch.linspace(1, 0, 9).tolist(),
+    label="σ",
+    alt="Arrows and points at sigma {}: the arrows turn from the centre to a heart's outline, and the points follow.",
+    live=torch.linspace(1, 0, 33).tolist(),
+    text="{:.3g}",
+    colors=24,
 )
 
 # %% [markdown] lang="zh"
@@ -568,6 +590,8 @@ assert straightness(evenly).max() < 1e-8 < straightness(evenly.square()).min()  
 # Roads crossed because we paired at random. By now every noise point has an end that it walked to. Train once more on these new pairs (reflow): trajectories never cross, so the new roads seldom do.
 
 # %%
+import copy
+
 seeds = torch.randn(8192, 2, generator=torch.Generator().manual_seed(5))
 landed = integrate(model, seeds, torch.linspace(1, 0, 33), "heun")
 

@@ -206,20 +206,41 @@ s = torch.linspace(0.01, 1, 100)
 assert torch.allclose(shift_sigmas(shift_sigmas(s, 3.0), 2.0), shift_sigmas(s, 6.0))  # shifts multiply
 assert torch.allclose(shift_sigmas(s, math.exp(0.7)), math.exp(0.7) / (math.exp(0.7) + 1 / s - 1))  # diffusers' form
 
-# %% tags=["hide"]
-fig, ax = plt.subplots(figsize=(6, 3.2))
-s = torch.linspace(0, 1, 81)
-for k in (1.0, 3.0, 7.0):
-    ax.plot(s, shift_sigmas(s, k), "o-", markevery=10, ms=4, label=f"k = {k:g}")
-ax.set(title="A larger shift crowds the stations at high noise", xlabel="even σ", ylabel="shifted σ")
-ax.legend()
-show(fig, alt="Three curves from 0 to 1; with k = 3 and 7 they bulge upwards, and most of their nine dots sit near 1.")
-
 # %% [markdown] lang="zh"
+# **先猜，再拖**：$k = 3$ 时，正中间的站 $\sigma = 0.5$ 会移到哪里？把 $k$ 拖大，看站往哪一头挤。
+#
 # FLUX 让 $k$ 随图片大小自己变：$k = e^\mu$，$\mu$ 是图像词元（token）数的线性函数，256 个时为 $0.5$，4096 个时为 $1.15$。diffusers 给动态移位另写了一个公式 $e^\mu / (e^\mu + 1/\sigma - 1)$，其实是同一个。
 
-# %% [markdown] lang="en" twin="9db0a82f"
+# %% [markdown] lang="en" twin="a6aed73a"
+# **Guess, then move:** with $k = 3$, where does the middle station $\sigma = 0.5$ go? Raise $k$, and watch to which end the stations crowd.
+#
 # FLUX lets $k$ follow the picture's size: $k = e^\mu$, where $\mu$ is linear in the number of image tokens, $0.5$ at 256 and $1.15$ at 4096. For the dynamic shift diffusers writes another formula, $e^\mu / (e^\mu + 1/\sigma - 1)$; it is the same one.
+
+# %% tags=["hide"]
+from course.sliders import slider
+
+s = torch.linspace(0, 1, 81)
+
+
+def draw_shift(k: float):
+    fig, ax = plt.subplots(figsize=(6, 3.2))
+    ax.plot(s, s, color=COLORS[5], lw=0.8)
+    ax.plot(s, shift_sigmas(s, k))
+    for even, moved in zip(s[::10], shift_sigmas(s[::10], k)):
+        ax.plot([even, even, 0], [0, moved, moved], color=COLORS[1], lw=0.6)
+        ax.plot([even, 0], [moved, moved], "o", color=COLORS[1], ms=4, clip_on=False)
+    ax.set(title=f"k = {k:g}: the middle station moves to {k / (1 + k):.2f}", xlabel="even σ", ylabel="shifted σ")
+    ax.set(xlim=(0, 1), ylim=(0, 1.02))
+    return fig
+
+
+slider(
+    draw_shift,
+    [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0],
+    label="shift k",
+    alt="The curve of shift {} from 0 to 1 over the diagonal; nine stations move up towards 1 along the vertical axis.",
+    live=[1 + i / 4 for i in range(37)],
+)
 
 
 # %% tags=["export"]
@@ -611,12 +632,22 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _advance(x: Tensor, velocity: Tensor, width: float) -> Tensor:
-    """x + h·v in fp32 at least, cast back to the dtype of x."""
-    return (_wide(x) + width * _wide(velocity)).to(x.dtype)
+def _takes(out: Tensor | None, x: Tensor, velocity: Tensor) -> bool:
+    """Whether ``out`` can hold every intermediate sum: it is given, and none is wider than x."""
+    return out is not None and x.dtype == torch.promote_types(velocity.dtype, torch.float32)
 
 
-def euler_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def _advance(x: Tensor, velocity: Tensor, width: float, out: Tensor | None = None) -> Tensor:
+    """x + h·v in fp32 at least, cast back to the dtype of x; the same bits into ``out``, which may be the velocity."""
+    if _takes(out, x, velocity):
+        return out.copy_(velocity).mul_(width).add_(x)
+    new = (_wide(x) + width * _wide(velocity)).to(x.dtype)
+    return new if out is None else out.copy_(new)
+
+
+def euler_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·v(x, σ) with h = σ_next − σ. One call, error O(1/N).
 
     Args:
@@ -624,19 +655,25 @@ def euler_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, h
         x: latents of any rank, any float dtype; the update is fp32 and cast back.
         sigma, sigma_next: where the step begins and ends, 1 ≥ σ > σ_next ≥ 0.
         history: what the step before handed back; () at the start. Euler and Heun ignore it.
+        out: where the new latents go, shaped like x and not x itself: the same bits, and fp32 allocates nothing.
     """
     v = velocity(x, sigma)
-    return Step(_advance(x, v, sigma_next - sigma), v)
+    return Step(_advance(x, v, sigma_next - sigma, out), v)
 
 
-def heun_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def heun_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·(v(x, σ) + v(x + h·v, σ_next))/2. Two calls, error O(1/N²). Args: as `euler_step`."""
-    v = velocity(x, sigma)
-    ahead = velocity(_advance(x, v, sigma_next - sigma), sigma_next)
-    return Step(_advance(x, (_wide(v) + _wide(ahead)) / 2, sigma_next - sigma), v)
+    v, width = velocity(x, sigma), sigma_next - sigma
+    ahead = velocity(_advance(x, v, width, out), sigma_next)
+    mean = out.copy_(ahead).add_(v).div_(2) if _takes(out, x, v) else (_wide(v) + _wide(ahead)) / 2
+    return Step(_advance(x, mean, width, out), v)
 
 
-def multistep_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
+def multistep_step(
+    velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
+) -> Step:
     """x ← x + h·(v + h/2·(v − v_prev)/h_prev): Adams–Bashforth 2 for uneven steps. One call, error O(1/N²).
 
     Args: as `euler_step`; ``history`` is () or (v_prev, h_prev), and the first step is Euler's.
@@ -644,9 +681,12 @@ def multistep_step(velocity: Velocity, x: Tensor, sigma: float, sigma_next: floa
     v, width = velocity(x, sigma), sigma_next - sigma
     half_way = _wide(v)
     if history:
-        v_prev, width_prev = history
-        half_way = half_way + width / (2 * width_prev) * (half_way - _wide(v_prev))
-    return Step(_advance(x, half_way, width), v, (v, width))
+        v_prev, ratio = history[0], width / (2 * history[1])
+        if _takes(out, x, v):
+            half_way = out.copy_(v_prev).sub_(v).mul_(-ratio).add_(v)
+        else:
+            half_way = half_way + ratio * (half_way - _wide(v_prev))
+    return Step(_advance(x, half_way, width, out), v, (v, width))
 
 
 SOLVERS = {"euler": euler_step, "heun": heun_step, "multistep": multistep_step}

@@ -208,6 +208,42 @@ assert abs(a @ b - closed_form) < 1e-2
 assert torch.allclose(timestep_embedding(t, 256).norm(dim=-1), torch.full((4,), 128**0.5))
 
 # %% [markdown] lang="zh"
+# **先猜，再拖**：下图右边是 $t$ 的指纹和每个时间的指纹有多像。把 $t$ 从 $0$ 拖到 $1000$，这座峰会变宽、变矮，还是只平移？左边的四根针又怎样转？
+
+# %% [markdown] lang="en" twin="ebd532d9"
+# **Guess, then move:** on the right is how much the fingerprint of $t$ is like that of every other time. Move $t$ from $0$ to $1000$: will the peak widen, sink, or only travel? And how do the four hands on the left turn?
+
+# %% tags=["hide"]
+from course.sliders import slider
+
+every = timestep_embedding(torch.arange(0, 1001, 5), 256)
+
+
+def draw_likeness(time: float):
+    fig, (dial, ax) = plt.subplots(1, 2, figsize=(6.4, 2.6), width_ratios=(1, 2.2))
+    hands = timestep_embedding(torch.tensor([time]), 8)[0]
+    dial.add_patch(plt.Circle((0, 0), 1, fill=False, color="#718096"))
+    for i, (x, y) in enumerate(zip(hands[:4], hands[4:])):
+        dial.plot([0, x], [0, y], color=f"C{i}", lw=3.4 - 0.7 * i)
+    dial.set(title="Four hands of it", xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal")
+    dial.axis("off")
+    alike = torch.nn.functional.cosine_similarity(timestep_embedding(torch.tensor([time]), 256), every)
+    ax.plot(torch.arange(0, 1001, 5), alike)
+    ax.axvline(time, color="#718096", lw=0.8, ls=":")
+    ax.set(title=f"How much each time is like t = {time:.0f}", xlabel="t′", ylabel="likeness", ylim=(0, 1.05))
+    return fig
+
+
+slider(
+    draw_likeness,
+    [0.0, 50.0, 100.0, 200.0, 300.0, 400.0, 500.0, 600.0, 800.0, 1000.0],
+    label="t",
+    alt="Four hands at time {}, and a curve of likeness with one sharp peak at {}, the same shape for every time.",
+    start=4,
+    live=[25.0 * i for i in range(41)],
+)
+
+# %% [markdown] lang="zh"
 # ## 两个真实的错误
 #
 # 第一个，真实项目里有人报告过：把 $\sigma \in [0, 1]$ 直接喂给为 $0 \dots 1000$ 设计的嵌入。形状全对，也不报错，可是针几乎没动，所有时间长得一样。

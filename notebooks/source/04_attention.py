@@ -12,16 +12,16 @@
 # %% [markdown] lang="zh"
 # # 04 · 注意力（attention）
 #
-# 读完这一章，画面里每个图块都能看见其他所有图块，也能看见文字：你会写出图像和文字同场的注意力，并证明省内存的写法一个数也不差。
+# 读完这一章，画面里每个图块都能看见其他所有图块，也能看见文字：你会写出图像和文字同场的注意力，并证明省内存的写法给出同样的结果。
 #
 # | 你会做出 | 你需要 | 时间 | 模块 |
 # | --- | --- | --- | --- |
 # | 自注意力、联合注意力、交叉注意力、QK 归一化、旋转位置编码、掩码 | 矩阵乘法，第 03 章那些转动的针 | 60 分钟 | `diffusion_engine/attention.py` |
 
-# %% [markdown] lang="en" twin="7f1139a4"
+# %% [markdown] lang="en" twin="b9d2e429"
 # # 04 · Attention
 #
-# After this chapter every patch of a picture sees every other patch, and the text too: you write the attention in which image and words meet, and prove that the version that saves memory changes no number.
+# After this chapter every patch of a picture sees every other patch, and the text too: you write the attention in which image and words meet, and prove that the version that saves memory gives the same result.
 #
 # | You build | You need | Time | Module |
 # | --- | --- | --- | --- |
@@ -34,6 +34,7 @@
 # **Think first:** an eye is drawn at the top left; the one at the bottom right must match it. A $3 \times 3$ convolution sees neighbours only: on a $16 \times 16$ grid it takes fifteen layers for word to reach the far corner. How would you let two patches talk directly?
 
 # %% tags=["export"]
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -43,12 +44,12 @@ from torch import Tensor, nn
 # %% [markdown] lang="zh"
 # ## 一个图块发问
 #
-# 每个图块举三张牌：查询（query）是「我在找什么」，键（key）是「我是什么样」，值（value）是「我有什么可说」。查询和谁的键合得来，就多听谁的值。先造一个知道答案的小世界：蓝天、红太阳、海，海上一条同样红的船。
+# 图块（patch）是画面切成的小方块，一个图块就是一个词元（token）。每个图块举三张牌：查询（query）是「我在找什么」，键（key）是「我是什么样」，值（value）是「我有什么可说」。查询和谁的键合得来，就多听谁的值。先造一个知道答案的小世界：蓝天、红太阳、海，海上一条同样红的船。
 
-# %% [markdown] lang="en" twin="56687e84"
+# %% [markdown] lang="en" twin="6ffea650"
 # ## A patch asks
 #
-# Every patch holds up three cards: the query, "what I look for"; the key, "what I am like"; the value, "what I have to say". It listens most to the values whose keys fit its query. First a small world with a known answer: blue sky, a red sun, the sea, and on it a boat in the same red.
+# A patch is a small square cut from the picture; each patch is one token. Every patch holds up three cards: the query, "what I look for"; the key, "what I am like"; the value, "what I have to say". It listens most to the values whose keys fit its query. First a small world with a known answer: blue sky, a red sun, the sea, and on it a boat in the same red.
 
 # %%
 scene = torch.tensor([0.55, 0.75, 0.95]).repeat(16, 16, 1)  # sky
@@ -60,17 +61,19 @@ asks = 6 * (tokens - tokens.mean(dim=0))  # query and key at once: "who has my c
 # %% [markdown] lang="zh"
 # ## 公式，逐项搭起来
 #
-# 合不合得来用内积量；除以 $\sqrt{D_h}$，分数的大小就不随维数涨；softmax 把一行分数变成一个分布；最后按这个分布取值的平均：
+# 合不合得来，用内积来量；除以 $\sqrt{D_h}$，分数的大小就不随维数涨；softmax 把一行分数变成一个分布；最后按这个分布取值的平均：
 #
 # $$\mathrm{attention}(q, k, v) = \mathrm{softmax}\!\left(\frac{q\,k^\top}{\sqrt{D_h}}\right) v$$
 #
 # | 记号 | 形状 | 含义 |
 # | --- | --- | --- |
-# | $q$ | $(B, H, N, D_h)$ | $N$ 个查询，$H$ 个注意力头各算各的 |
+# | $q$ | $(B, H, N, D_h)$ | $N$ 个查询；把 $D$ 个分量切成 $H$ 段，每段叫一个头，各算各的 |
 # | $k,\ v$ | $(B, H, M, D_h)$ | $M$ 个键和值；自注意力里 $M = N$ |
 # | 结果 | $(B, H, N, D_h)$ | 每个查询听到的话 |
+#
+# 下面的滑块让发问的图块沿对角线往下走。先猜：轮到海发问时，谁会回答？
 
-# %% [markdown] lang="en" twin="3e76e769"
+# %% [markdown] lang="en" twin="3499d359"
 # ## The formula, term by term
 #
 # An inner product measures the fit; dividing by $\sqrt{D_h}$ keeps scores from growing with the dimension; softmax turns a row of scores into a distribution; the result is the mean of the values under it:
@@ -79,9 +82,11 @@ asks = 6 * (tokens - tokens.mean(dim=0))  # query and key at once: "who has my c
 #
 # | Symbol | Shape | Meaning |
 # | --- | --- | --- |
-# | $q$ | $(B, H, N, D_h)$ | $N$ queries; $H$ attention heads work side by side |
+# | $q$ | $(B, H, N, D_h)$ | $N$ queries; the $D$ components are cut into $H$ parts, the heads, which work side by side |
 # | $k,\ v$ | $(B, H, M, D_h)$ | $M$ keys and values; in self-attention $M = N$ |
 # | result | $(B, H, N, D_h)$ | what each query heard |
+#
+# In the slider below the patch that asks walks down the diagonal. Guess first: who answers when it is the sea's turn?
 
 
 # %%
@@ -97,13 +102,26 @@ heard, weights = naive_attention(asks, asks, tokens)
 
 # %% tags=["hide"]
 from course.figures import plt, show
+from course.sliders import slider
 
-fig, axes = plt.subplots(1, 2, figsize=(6.4, 3.3), subplot_kw={"xticks": [], "yticks": []})
-axes[0].imshow(scene).axes.set_title("Red asks (the dot) …")
-axes[1].imshow(weights[3 * 16 + 3].reshape(16, 16), cmap="magma", vmin=0).axes.set_title("… red answers, near and far")
-for ax in axes:
-    ax.plot(3, 3, "o", color="white", mec="black")
-show(fig, alt="A scene with a red sun and a red boat; the map of one sun patch lights up exactly the sun and the boat")
+
+def draw_map(k: int):
+    fig, axes = plt.subplots(1, 2, figsize=(6, 3.3), subplot_kw={"xticks": [], "yticks": []})
+    axes[0].imshow(scene).axes.set_title(f"Patch ({k}, {k}) asks …")
+    axes[1].imshow(weights[k * 16 + k].reshape(16, 16), cmap="magma", vmin=0).axes.set_title("… and these answer")
+    for ax in axes:
+        ax.plot(k, k, "o", color="white", mec="black")
+    return fig
+
+
+slider(
+    draw_map,
+    [1, 3, 5, 7, 8, 9, 10, 12, 14],
+    label="row and column of the patch",
+    alt="A scene with sky, sea, a red sun and a red boat; the patch at row and column {} lights up every patch of its colour.",
+    start=1,
+    live=range(16),
+)
 
 # %% tags=["check"]
 assert torch.allclose(weights.sum(dim=-1), torch.ones(256)) and (weights >= 0).all()  # every row is a distribution
@@ -167,9 +185,9 @@ assert round(flux / 1e9, 2) == 1.02 and round(wan / 1e9, 1) == 25.8
 # %% [markdown] lang="zh"
 # ## 不摆出来，也能算对
 #
-# 每一行只和自己的分数有关，所以可以一次只算一批查询（chunk）：结果精确相等。融合内核更进一步：边读键边记住目前的最大值与总和，分数随算随丢。PyTorch 的 `scaled_dot_product_attention` 就是它，引擎平时只叫它一次。
+# 每一行只和自己的分数有关，所以可以一次只算一批查询（chunk）：数学上完全相等。融合内核更进一步：边读键边记住目前的最大值与总和，分数随算随丢。PyTorch 的 `scaled_dot_product_attention` 就是它，引擎平时只调用它一次。
 
-# %% [markdown] lang="en" twin="283dc7fc"
+# %% [markdown] lang="en" twin="554dc7fc"
 # ## Right without laying it out
 #
 # Each row depends on its own scores alone, so queries can be handled a chunk at a time: exactly the same result. A fused kernel goes further: it reads the keys with a running maximum and sum and drops each score after use. PyTorch's `scaled_dot_product_attention` is that kernel; the engine normally calls it once.
@@ -187,17 +205,21 @@ def attention(
         v: values (B, H, M, Dh).
         mask: bool with four axes, True where a key may be seen. (B, 1, 1, M) hides padding (see `key_mask`);
             (B, 1, N, M) is general and costs N · M. A query that may see nothing gets zeros.
-        chunk: queries handled at a time: exact, at most chunk · M scores; None makes one fused call.
+        chunk: queries handled at a time: exact, at most chunk · M scores a head; None makes one fused call.
         scale: factor on the scores; None is 1 / sqrt(Dh).
 
     Returns:
         (B, H, N, Dh).
 
     Raises:
-        ValueError: the mask is not bool or has not four axes, or ``chunk`` is no positive whole number.
+        ValueError: q, k and v do not fit, the mask is not bool or has not four axes, or ``chunk`` is no positive whole
+            number.
 
     Source: Vaswani et al. 2017, §3.2; Rabe & Staats 2021 (chunks); Dao et al. 2022 (fused).
     """
+    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+        found = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{found} do not fit; a value for each key, and queries as wide as keys")
     if mask is not None and (mask.dtype != torch.bool or mask.ndim != 4):
         found = f"{mask.dtype} {tuple(mask.shape)}"
         raise ValueError(f"mask is {found}; expected torch.bool (B, 1, 1, M), True where a key may be seen")
@@ -261,14 +283,14 @@ ax.legend()
 show(fig, alt="Largest tensor against tokens, log-log: naive follows the formula, slope two; the others have slope one")
 
 # %% [markdown] lang="zh"
-# ## 补齐的词元不许说话
+# ## 补出来的词元不许说话
 #
-# 一批提示词长短不一，短的要补齐（padding），补出来的键不能被看见。藏键只需 $(B, 1, 1, M)$ 的掩码：所有头、所有查询共用一行。写成 $(N, N)$ 的大表，刚省下的 $N^2$ 又回来了。
+# 一批提示词长短不一，短的要补齐（padding），补出来的键不能被看见。要藏键，只需 $(B, 1, 1, M)$ 的掩码：每个样本一行，所有头、所有查询共用。写成 $(N, N)$ 的大表，刚省下的 $N^2$ 又回来了。全被遮住的查询，结果是零（只用 softmax 会得到 NaN）。
 
-# %% [markdown] lang="en" twin="79468c1b"
+# %% [markdown] lang="en" twin="ae3218e5"
 # ## Padding must not speak
 #
-# The prompts of a batch differ in length; short ones are padded, and padded keys must not be seen. Hiding keys takes a mask of shape $(B, 1, 1, M)$: one row for all heads and queries. Written out as $(N, N)$ it brings back the $N^2$ just saved.
+# The prompts of a batch differ in length; short ones are padded, and padded keys must not be seen. Hiding keys takes a mask of shape $(B, 1, 1, M)$: one row a sample, for all heads and queries. Written out as $(N, N)$ it brings back the $N^2$ just saved. A fully masked query gives zeros, where softmax alone gives NaN.
 
 
 # %% tags=["export"]
@@ -305,6 +327,12 @@ def joint_mask(text_mask: Tensor | None, num_image_tokens: int, text_first: bool
 real = torch.arange(70) < torch.tensor([[70], [40]])  # (B, M): the second prompt has 40 tokens
 hidden = attention(q, k, v, key_mask(real))
 assert torch.allclose(hidden[1:], attention(q[1:], k[1:, :, :40], v[1:, :, :40]), atol=1e-6)  # hidden is absent
+image_first, text_first = joint_mask(real, 50), joint_mask(real, 50, text_first=True)  # (B, 1, 1, 50 + 70)
+assert image_first[..., :50].all() and torch.equal(image_first[:, 0, 0, 50:], real) and joint_mask(None, 50) is None
+assert text_first[..., 70:].all() and torch.equal(text_first[:, 0, 0, :70], real)  # the image is always seen
+blind = some.clone()
+blind[:, :, 3] = False  # a query that may see nothing
+assert all((attention(q, k, v, blind, chunk)[:, :, 3] == 0).all() for chunk in (None, 7))  # hears zeros, no NaN
 nothing_hidden = key_mask(torch.ones(1, 1024, dtype=torch.bool))
 assert largest(attention, 1024, nothing_hidden) == largest(attention, 1024)  # by the figure's meter: a mask is free
 assert largest(attention, 1024) < score_bytes(1, 8, 1024, 1024, itemsize=4) / 8
@@ -318,18 +346,18 @@ else:
 # %% [markdown] lang="zh"
 # ## QK 归一化：别让嗓门代替内容
 #
-# 训练久了，$q$ 和 $k$ 会越长越大，softmax 挤成非零即一。先把它们归一化（normalization），再乘一个学来的权重 $w$：
+# 训练久了，$q$ 和 $k$ 会越长越大，softmax 的输出被挤成非 0 即 1。先把它们归一化（normalization），再乘一个学来的权重 $w$：
 #
 # $$\mathrm{RMS}(x) = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}$$
 #
-# | 写法 | 平均取在 | 谁在用 |
+# | 写法 | 在哪里取平均 | 谁在用 |
 # | --- | --- | --- |
 # | `None` | – | SD3、Sana |
-# | `"rms"`（默认） | 每个头自己 | SD3.5、FLUX、HunyuanVideo |
+# | `"rms"`（默认） | 每个头内部 | SD3.5、FLUX、HunyuanVideo |
 # | `"rms_across"` | 所有头一起 | Wan、LTX |
 # | `"layer"` | 每个头，还减去均值 | CogVideoX |
 
-# %% [markdown] lang="en" twin="ea15e3e7"
+# %% [markdown] lang="en" twin="3946e3e7"
 # ## QK-norm: content, not volume
 #
 # In long training $q$ and $k$ keep growing, until softmax is all or nothing. So normalise them first, then multiply by a learned weight $w$:
@@ -346,7 +374,9 @@ else:
 
 # %% tags=["export"]
 class RMSNorm(nn.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32 (Zhang & Sennrich 2019)."""
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32; the mean square and the root, not w.
+
+    The normalised x has x's dtype again before w multiplies it (Zhang & Sennrich 2019)."""
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
@@ -358,7 +388,7 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormAcrossHeads(RMSNorm):
-    """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights."""
+    """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights, head by head."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = super().forward(x.transpose(1, 2).flatten(-2))  # (B, N, H · Dh)
@@ -370,10 +400,11 @@ QK_NORMS = {None: nn.Identity, "rms": RMSNorm, "rms_across": RMSNormAcrossHeads,
 
 
 def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) -> nn.Module:
-    """The norm of queries or keys (B, H, N, Dh), H = heads, Dh = head_dim, with ``eps`` inside the root.
+    """The norm of queries or keys (B, H, N, Dh), H = heads, Dh = head_dim, with ``eps`` inside every kind's root.
 
     Args:
-        kind: "rms" or True, per head; "rms_across", over all heads; "layer", LayerNorm per head; None or False, none.
+        kind: "rms" or True, Dh weights, per head; "rms_across", H · Dh weights, over all heads; "layer", LayerNorm, Dh,
+            per head; None or False, none.
 
     Raises:
         ValueError: another kind.
@@ -391,21 +422,25 @@ assert torch.allclose(per_head(loud), per_head(q), atol=1e-4)  # volume is gone,
 assert across(loud)[:, 1].abs().max() < 0.1 * across(q)[:, 1].abs().max()  # together, the loud head drowns the others
 assert torch.allclose(across(q).transpose(1, 2).flatten(-2).square().mean(-1), torch.ones(2, 50), atol=1e-4)
 assert torch.allclose(layer(q + 3), layer(q), atol=1e-4) and not torch.allclose(per_head(q + 3), per_head(q), atol=0.1)
+across.weight.data = torch.arange(64) / 64  # weights run head by head
+assert torch.allclose(across(q)[0, 3, 0, 5] / across(q)[0, 1, 0, 5], q[0, 3, 0, 5] / q[0, 1, 0, 5] * 53 / 21, rtol=1e-4)
+assert torch.equal(RMSNorm(16).half()(torch.full((1, 16), 6e4).half()), torch.ones(1, 16).half())  # squared in fp32
+assert all(qk_norm_layer(kind, 4, 16, eps=1e4)(q).abs().max() < 0.1 for kind in ("rms", "rms_across", "layer"))
 assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4  # no score exceeds sqrt(Dh)
 
 # %% [markdown] lang="zh"
 # ## 旋转位置编码：转过的角度就是位置
 #
-# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$。图块有行有列，就让一部分对看行、其余看列（axial）：
+# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$，$\omega_i = \theta^{-2i/d}$。图块有行有列，就让前 $d$ 个分量管行，其余管列（axial）；每个轴的 $i$ 都从 0 数起：
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
 # 只有位置差算数。文字没有行列，角度取零：不转。
 
-# %% [markdown] lang="en" twin="4c3f910b"
+# %% [markdown] lang="en" twin="17f4f1d9"
 # ## RoPE: the angle is the place
 #
-# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$. Patches have a row and a column, so some pairs watch the row, the rest the column (axial):
+# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$. Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial); on every axis $i$ starts at 0:
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
@@ -425,18 +460,22 @@ class Rope(NamedTuple):
 
 
 def grid_positions(*sizes: int) -> Tensor:
-    """Position of every token of a grid, row by row, the last axis fastest: sizes (h, w) or (t, h, w) → (N, A)."""
+    """Position of every token of a grid, row by row, the last axis fastest: whole numbers (N, A) from 0.
+
+    Args:
+        sizes: any number A of axes, such as (h, w) or (t, h, w); N is their product.
+    """
     axes = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
     return torch.stack(axes, dim=-1).flatten(0, -2)
 
 
 def axial_rope(positions: Tensor, axes_dim: tuple[int, ...], theta: float = 10_000.0, halves: bool = False) -> Rope:
-    """Angles ω_i · p with ω_i = theta^(-2i / dim), axis after axis; computed in fp64, kept in fp32.
+    """Angles ω_i · p with ω_i = theta^(-2i / dim), i = 0 … dim/2 − 1, axis after axis; in fp64, kept in fp32.
 
     Args:
         positions: (N, A), one column an axis, whole or fractional.
-        axes_dim: components of a head that each axis turns, all even; their sum is Dh (FLUX: 16, 56, 56).
-        theta: scale of the slowest turn (HunyuanVideo: 256).
+        axes_dim: dim of each axis, the components of a head that it turns, all even; their sum is Dh (FLUX: 16, 56, 56).
+        theta: the larger, the slower the slow turns (HunyuanVideo: 256).
         halves: see `Rope`.
 
     Raises:
@@ -459,10 +498,10 @@ def axial_rope(positions: Tensor, axes_dim: tuple[int, ...], theta: float = 10_0
 
 # %% tags=["export"]
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Turn every pair of every head by its token's angle, in fp32: x (B, H, N, Dh) → the same shape.
+    """Turn every pair of every head by its token's angle, in fp32: x (B, H, N, Dh) → the same shape and dtype.
 
     Raises:
-        ValueError: the turns are for another number of tokens or components.
+        ValueError: the last two axes of the turns are not (N, Dh/2).
     """
     tokens, pairs = rope.cos.shape[-2:]
     if x.shape[-2:] != (tokens, 2 * pairs):
@@ -510,12 +549,12 @@ show(fig, alt="Three maps of equal tokens: flat without RoPE, with RoPE a bright
 # %% [markdown] lang="zh"
 # ## 装成模块
 #
-# 一条数据流进出注意力的路总是一样：一次投影得到 $q, k, v$，切成 $H$ 个头，归一化；算完再拼回来，投影出去。`Heads` 就是这条路。只有一条流时，它就是自注意力（self-attention）。
+# 一条数据流进出注意力的路总是一样：一次投影得到 $q, k, v$，切成 $H$ 个头，归一化；算完再拼回来，投影出去。投影的输出先排全部 $q$，再 $k$，再 $v$；每一份里一个头接一个头。`Heads` 就是这条路。只有一条流时，它就是自注意力（self-attention）。
 
-# %% [markdown] lang="en" twin="74d2bc2d"
+# %% [markdown] lang="en" twin="a4892086"
 # ## Into modules
 #
-# A stream always takes the same way into attention and out: one projection to $q, k, v$, cut into $H$ heads, normalised; afterwards joined again and projected out. `Heads` is that way. With one stream alone, it makes self-attention.
+# A stream always takes the same way into attention and out: one projection to $q, k, v$, cut into $H$ heads, normalised; afterwards joined again and projected out. The projection gives all of $q$, then $k$, then $v$, each of them head by head. `Heads` is that way. With one stream alone, it makes self-attention.
 
 
 # %% tags=["export"]
@@ -547,16 +586,7 @@ class Heads(nn.Module):
         ValueError: D is no multiple of H, or an unknown norm.
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        qk_norm: QKNorm = True,
-        out: bool = True,
-        bias: bool = True,
-        head_dim: int | None = None,
-        eps: float = 1e-6,
-    ):
+    def __init__(self, width: int, heads: int, qk_norm: QKNorm = True, out=True, bias=True, head_dim=None, eps=1e-6):
         super().__init__()
         head_dim = head_dim or head_width(width, heads)
         self.heads = heads
@@ -566,9 +596,18 @@ class Heads(nn.Module):
         self.out = nn.Linear(heads * head_dim, width) if out else None
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each."""
+        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each.
+
+        The 3 · H · Dh outputs of ``qkv`` are all of q, then k, then v, each of them head by head.
+        """
+        return tuple(self.parts(x))
+
+    def parts(self, x: Tensor) -> Iterator[Tensor]:
+        """What `split` gives, one after the other, so that each can be used up before the next is made."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.norm_q(q), self.norm_k(k), v
+        yield self.norm_q(q)
+        yield self.norm_k(k)
+        yield v
 
     def merge(self, heads: Tensor) -> Tensor:
         """Heads (B, H, N, Dh) → tokens (B, N, D); without an output projection (B, N, H · Dh)."""
@@ -613,12 +652,12 @@ assert (layer(changed) - layer(x)).abs().amax(-1).min() > 1e-5  # reaches all ot
 # %% [markdown] lang="zh"
 # ## 文字进场的两条路
 #
-# 联合注意力（joint attention，SD3、FLUX）：图像和文字各有投影，键值放在一起，互相看。交叉注意力（cross-attention，Sana、Wan、LTX）：图像发问，文字只作答，自己不变；所以文字的键值可以算一次、每步再用。
+# 联合注意力（joint attention，SD3、FLUX）：图像和文字各有投影，查询、键、值各接成一条序列，互相看。交叉注意力（cross-attention，Sana、Wan、LTX）：图像发问，文字只作答，自己不变；所以文字的键值可以算一次、每步再用。
 
-# %% [markdown] lang="en" twin="9ad40976"
+# %% [markdown] lang="en" twin="fed7db12"
 # ## Two ways in for text
 #
-# Joint attention (SD3, FLUX): image and text have projections of their own, put keys and values together, and see each other. Cross-attention (Sana, Wan, LTX): the image asks, the text only answers and stays as it is; so its keys and values can be computed once and used at every step.
+# Joint attention (SD3, FLUX): image and text have projections of their own; queries, keys and values are joined into one sequence, and all see each other. Cross-attention (Sana, Wan, LTX): the image asks, the text only answers and stays as it is; so its keys and values can be computed once and used at every step.
 
 
 # %% tags=["export"]
@@ -650,14 +689,15 @@ class JointAttention(nn.Module):
         rope: Rope | None = None,
         chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Image tokens x (B, N, D) and text (B, M, D) → both anew, None for a text that reads nothing.
+        """Image tokens x (B, N, D) and text (B, M, D) → both anew; None for the text without ``text_out``.
 
         ``text_mask`` (B, M) bool is True where a text token is real; ``rope`` turns all N + M tokens in the common
         order (`pad_rope` makes it from the image's); ``chunk`` as in `attention`.
         """
         order = -1 if self.text_first else 1
-        pairs = zip(self.image.split(x), self.text.split(text))
-        q, k, v = (torch.cat(pair[::order], dim=-2) for pair in pairs)  # (B, H, N + M, Dh) each
+        streams = ((self.image, x), (self.text, text))[::order]
+        # (B, H, N + M, Dh) each, joined one after the other: no name keeps the parts, so their memory ends here
+        q, k, v = map(lambda *p: torch.cat(p, dim=-2), *(stream.parts(tokens) for stream, tokens in streams))
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
@@ -697,7 +737,10 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, width)
 
     def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, M, Dh) of text (B, M, Dt): the same at every denoising step."""
+        """Keys and values (B, H, M, Dh) of text (B, M, Dt): the same at every denoising step.
+
+        The outputs of ``kv`` are all of k, then v, each head by head; k is normalised.
+        """
         k, v = self.kv(text).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.norm_k(k), v
 
@@ -722,6 +765,7 @@ a, b = joint(x, text, text_mask, rope=image_first)
 a2, b2 = joint(x, noisy, text_mask, rope=image_first)
 assert torch.allclose(a, a2, atol=1e-6) and torch.allclose(b[text_mask], b2[text_mask], atol=1e-6)  # padding is mute
 assert torch.allclose(cross(x, text, text_mask), cross(x, noisy, text_mask), atol=1e-6)
+assert JointAttention(64, heads=4, text_out=False)(x, text)[1] is None  # a text that reads nothing
 
 joint.text_first = True  # another order of the same set gives the same answer
 text_first = pad_rope(rope, before=20)
@@ -734,9 +778,9 @@ assert torch.allclose(torch.cat(joint(x, text, text_mask, text_first)[::-1], dim
 # %% [markdown] lang="zh"
 # ## 和真家伙对一对
 #
-# SD3 在 diffusers 里用 `Attention` 加 `JointAttnProcessor2_0`。它的三个投影分开存，我们拼成一个矩阵；抄过权重，两种 QK 归一化都要一致。然后是 FLUX 的旋转和 Sana 的交叉注意力。
+# SD3 在 diffusers 里用 `Attention` 加 `JointAttnProcessor2_0`。它的三个投影分开存，我们拼成一个矩阵；把权重抄过去之后，两种 QK 归一化都要一致。然后是 FLUX 的旋转和 Sana 的交叉注意力。
 
-# %% [markdown] lang="en" twin="c31fc6de"
+# %% [markdown] lang="en" twin="8ba6c6de"
 # ## Against the real thing
 #
 # In diffusers SD3 uses `Attention` with `JointAttnProcessor2_0`. It keeps three projections apart, we hold them as one matrix; with weights copied, both kinds of QK-norm must agree. Then FLUX's rotation and Sana's cross-attention.
@@ -828,15 +872,15 @@ assert torch.allclose(linear, table @ v, atol=1e-4)
 # %% [markdown] lang="zh"
 # ## 小结
 #
-# - 注意力是一行行的分布：问得合，就听得多；没有先后，永远不因果。
-# - 朴素的分数表占 $B H N M s$ 字节；分批和融合都精确，只占 $N$ 的一次方。
+# - 注意力是一行行的分布：问得投合，就听得多；没有先后，永远不因果。
+# - 朴素的分数表占 $B H N M s$ 字节；分批和融合都精确，内存只随 $N$ 线性增长。
 # - 藏键用 $(B, 1, 1, M)$ 的布尔掩码，不花内存。
 # - QK 归一化管住嗓门，旋转位置编码只看位置差，文字不转。
 # - 联合注意力互相看，交叉注意力单向问；与 diffusers 一致（误差小于 $10^{-5}$）。
 #
 # 阅读卡片：SD3（`papers/05_sd3`）、FLUX.1（`papers/06_flux`）。下一章：05，AdaLN 与变换器块。
 
-# %% [markdown] lang="en" twin="78b1cf6a"
+# %% [markdown] lang="en" twin="c6e2cf6a"
 # ## Recap
 #
 # - Attention is rows of distributions: a better fit is heard more; no order, never causal.

@@ -347,29 +347,41 @@ assert not torch.allclose(
 # %% [markdown] lang="zh"
 # ## 旋钮转动时发生什么
 #
-# 同一批噪声，$w$ 取 1、2、4。看两件事：点落在该落的地方吗？还剩多少花样？
+# 同一批噪声，$w$ 从 0.5 拖到 6；灰点是 $w = 1$，供你对照。先猜再拖，看两件事：点落在该落的地方吗？还剩多少花样？
 
-# %% [markdown] lang="en" twin="0631e85c"
+# %% [markdown] lang="en" twin="b932c22a"
 # ## What happens as the knob turns
 #
-# The same noise with $w$ at 1, 2 and 4. Watch two things: do the points land where they should, and how much variety is left?
+# The same noise, with $w$ from 0.5 to 6; the grey points are $w = 1$, to compare with. Guess, then move, and watch two things: do the points land where they should, and how much variety is left?
 
 # %%
-samples = {w: integrate(guided_velocity(model, COND, UNCOND, w), noise, levels) for w in (0.5, 1.0, 2.0, 4.0)}
+samples = {
+    w: integrate(guided_velocity(model, COND, UNCOND, w), noise, levels) for w in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+}
 chance = {w: log_density(x, torch.zeros(1, 1), UNCOND.pooled).softmax(-1) for w, x in samples.items()}  # (1500, 6)
 obeys = {w: p[:, [0, 3]].sum(-1).mean().item() for w, p in chance.items()}  # mean probability of class 0
 spread = {w: samples[w][samples[w][:, 0] > 0].std(0).mean().item() for w in samples}  # width of the right-hand cloud
 
 # %% tags=["hide"]
-fig, axes = plt.subplots(1, 3, figsize=(6.4, 2.5), sharex=True, sharey=True)
-for ax, w in zip(axes, (1.0, 2.0, 4.0)):
-    ax.scatter(*samples[w].T, s=2, color=COLORS[0])
+from course.sliders import slider
+
+
+def draw_samples(w: float):
+    fig, ax = plt.subplots(figsize=(5, 3.2))
+    ax.scatter(*samples[1.0][:400].T, s=3, color="#cbd5e0")
+    ax.scatter(*samples[w][:400].T, s=3, color=COLORS[0])
     ax.scatter(*CENTRES.T, marker="+", color="black")
-    ax.set(title=f"w = {w:g}: obeys {obeys[w]:.0%}", xlabel=f"width {spread[w]:.2f}", xlim=(-5, 5), ylim=(-3, 3))
-fig.suptitle("Guidance buys obedience and pays with variety and place", x=0.01, ha="left", fontsize=11)
-show(
-    fig,
-    alt="Three scatter plots: as w grows from 1 to 4 the two clouds shrink to wedges and move outward, past the centres of the data.",
+    ax.set(title=f"w = {w:g}: {obeys[w]:.0%} obey, each cloud is {spread[w]:.2f} wide", xlim=(-5, 5), ylim=(-3, 3))
+    return fig
+
+
+slider(
+    draw_samples,
+    list(samples),
+    label="guidance w",
+    alt="Samples at w = {} over grey ones at w = 1: as w grows two clouds shrink to wedges and move past the data's centres.",
+    start=1,
+    colors=24,
 )
 
 # %% tags=["check"]

@@ -34,10 +34,11 @@
 # **Think first:** draw the picture of seed 7 alone, then once more in a batch with three others. Should it be the same picture? Which innocent-looking ways of writing the code turn it into another? Write your answer down.
 
 # %% tags=["export"]
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +106,6 @@ def toy_velocity(prior: Tensor):
     return velocity
 
 
-# %%
 def draw_plainly(prompts: list[str], seed: int, sigmas: list[float]) -> Tensor:  # the whole pipeline at its plainest
     velocity = toy_velocity(encode(prompts))
     x = torch.randn(len(prompts), 1, 8, 8, generator=torch.Generator().manual_seed(seed))
@@ -237,11 +237,13 @@ class NotFiniteError(ArithmeticError):
 def require_finite(value: Any, stage: str) -> Any:
     """``value`` itself, if all floating tensors in it (tuples and lists are looked into) are finite.
 
+    A finite sum proves every number finite without a mask as large as the tensor.
+
     Raises:
         NotFiniteError: names ``stage``.
     """
     if isinstance(value, Tensor):
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        if value.is_floating_point() and not math.isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NotFiniteError(f"{stage} gave NaN or infinity; try float32, a smaller guidance, or intact weights")
     elif isinstance(value, (tuple, list)):
         for part in value:
@@ -263,6 +265,7 @@ def denoise(
     callback: Callback | None = None,
     start: int = 0,
     history: tuple = (),
+    buffer: Any = None,
 ) -> State:
     """Walk the ODE dx/dσ = v(x, σ) down the schedule: for each (σ, σ_next) one solver step.
 
@@ -271,6 +274,8 @@ def denoise(
         noise: latents at the first σ, or, to go on, a cancelled `State`'s latents.
         callback: called after each step with a `StepInfo`; returning False cancels.
         start, history: a cancelled `State`'s step and history; the rest then equals an uninterrupted run, bit for bit.
+        buffer: a pair of latents to walk in (load(x) fills ``front``; each step writes ``back``, then swap()), so that
+            no step allocates any. The same bits; a callback's latents live until the step after next.
 
     Raises:
         ValueError: unknown solver, ``start`` outside 0 … N. NotFiniteError: names the step.
@@ -279,15 +284,17 @@ def denoise(
         raise ValueError(f"solver {solver!r} is unknown; try one of {', '.join(SOLVERS)}")
     if not 0 <= start <= schedule.num_steps:
         raise ValueError(f"start {start} is outside 0 … {schedule.num_steps}, the steps of this schedule; try 0")
-    x, count = noise, schedule.num_steps
+    x, count = noise if buffer is None else buffer.load(noise), schedule.num_steps
     for k, (sigma, sigma_next) in list(enumerate(schedule, 1))[start:]:
-        step = SOLVERS[solver](velocity, x, sigma, sigma_next, history)
+        step = SOLVERS[solver](velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
         require_finite(step.latents, f"denoise, step {k} of {count},")
         data = predict_data(x, step.velocity, sigma) if callback is not None else None  # x̂0 = x − σ·v
         x, history = step.latents, step.history
+        if buffer is not None:
+            buffer.swap()
         if callback is not None and callback(StepInfo(k, sigma_next, x, data)) is False:
-            return State(x, k, history, cancelled=True)
-    return State(x, count, history, cancelled=False)
+            return State(x if buffer is None else x.clone(), k, history, cancelled=True)
+    return State(x if buffer is None else x.clone(), count, history, cancelled=False)
 
 
 # %% [markdown] lang="zh"
@@ -433,6 +440,8 @@ class Result:
     history: tuple = ()  # what the solver remembers
     cancelled: bool = False
     request: Any = None  # what was asked for; the engine fills it in
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # by stage, when the meter counts bytes
+    memory: Any = None  # what an engine's own switches remember of a cancelled run
 
 
 # %% tags=["export"]
@@ -451,6 +460,7 @@ def generate(
     callback: Callback | None = None,
     resume: Result | State | None = None,
     meter: Callable | None = None,
+    buffer: Any = None,
 ) -> Result:
     """prompts → encode → noise → denoise → decode → `Result`, one direction, picture i from prompt i and seed i.
 
@@ -459,7 +469,7 @@ def generate(
         shape: of one latent. device: where latents live; noise is drawn on the CPU and moved there.
         latents: the first noise (B, *shape), instead of the seeds'.
         resume: a cancelled result of the same request; the run goes on from its step.
-        meter: times a stage, see `Stopwatch`.
+        meter: times a stage, see `Stopwatch`; or counts its bytes. buffer: see `denoise`.
 
     Raises:
         ValueError: counts or shapes that do not fit. NotFiniteError: names the stage.
@@ -476,13 +486,13 @@ def generate(
         if tuple(x.shape) != (len(seeds), *shape):
             raise ValueError(f"latents have shape {tuple(x.shape)}; expected {(len(seeds), *shape)}")
     with meter("denoise"):
-        state = denoise(velocity(condition), x, schedule, solver, callback, start, history)
+        state = denoise(velocity(condition), x, schedule, solver, callback, start, history, buffer)
     images = []
     if not state.cancelled:
         with meter("decode"), torch.no_grad():
             images = to_pictures(require_finite(decode(state.latents), "decode"))
-    stages = dict(meter.seconds)
-    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:])  # step, history, cancelled
+    stages, peaks = dict(getattr(meter, "seconds", {})), dict(getattr(meter, "peak_bytes", {}))
+    return Result(images, state.latents, tuple(seeds), schedule.sigmas, stages, *state[1:], peak_bytes=peaks)
 
 
 # %%
@@ -511,11 +521,9 @@ assert torch.equal(generate(["anything"], [3], resume=stopped, **until_8).latent
 # Now hand in the real parts of the earlier chapters: text encoder, DiT, guidance, VAE, all with random weights. What will they draw? The hint is in chapter 06: the last layer starts at zero, so $v = 0$.
 
 # %%
-from diffusion_engine.dit import DiT
 from diffusion_engine.files import Model, load_model
 from diffusion_engine.guidance import guided_velocity
-from diffusion_engine.text_conditioning import TextEncoder, encode_prompt, stack_prompts
-from diffusion_engine.vae import VAE
+from diffusion_engine.text_conditioning import encode_prompt, stack_prompts
 
 
 def parts(model: Model, guidance: float) -> dict:
@@ -532,10 +540,9 @@ def parts(model: Model, guidance: float) -> dict:
     return dict(encode=encode, velocity=velocity, decode=model.vae.decode, shape=(4, 16, 16))
 
 
-# %%
 trained = load_model()
 torch.manual_seed(0)
-kinds = {"dit": DiT, "vae": VAE, "text_encoder": TextEncoder}
+kinds = {name: type(getattr(trained, name)) for name in ("dit", "vae", "text_encoder")}
 fresh = trained._replace(**{name: kind(getattr(trained, name).config) for name, kind in kinds.items()})
 guidance, shift = (trained.config["recommended"][name] for name in ("guidance_scale", "shift"))
 prompts, seeds, walk = ["red apple", "smiling cat", "火箭", "彩虹"], [0, 1, 2, 3], make_schedule(28, shift=shift)
@@ -554,31 +561,41 @@ assert torch.allclose(denoise(free, noise, schedule).latents, x, atol=1e-5)
 # %% [markdown] lang="zh"
 # ## 换上训练好的权重
 #
-# 同样的代码，同样的噪声，只换权重。网络把噪声推到哪里，是训练教会它的，流水线一个字也没有改。下排是苹果的预览：先有颜色和轮廓，后有细节。
+# 同样的代码，同样的噪声，只换权重。网络把噪声推到哪里，是训练教会它的，流水线一个字也没有改。滑块里是四张图的预览 $\hat x_0$。先猜再拖：第几步就认得出猫？颜色、轮廓、细节，哪样先定？
 
-# %% [markdown] lang="en" twin="a4d8233a"
+# %% [markdown] lang="en" twin="28d68dd8"
 # ## With trained weights
 #
-# The same code, the same noise, other weights. Where the network pushes the noise is what training taught it; the pipeline has not changed by a word. The bottom row previews the apple: colour and outline first, details later.
+# The same code, the same noise, other weights. Where the network pushes the noise is what training taught it; the pipeline has not changed by a word. The slider shows the previews $\hat x_0$ of all four. Guess, then move: at which step do you know the cat? Which settles first, colour, outline or detail?
 
 # %%
-previews: list[tuple[str, Tensor]] = []
+previews: dict[int, list[Image.Image]] = {}
 
 
 def keep(info: StepInfo) -> None:
-    if info.step in (1, 6, 12, 20):
-        previews.append((f"step {info.step}", trained.vae.decode(info.data[:1])[0]))
+    if info.step in (1, 2, 4, 8, 16, 28):
+        previews[info.step] = to_pictures(trained.vae.decode(info.data))
 
 
 drawn = generate(prompts, seeds, walk, **parts(trained, guidance), callback=keep)
 
 # %% tags=["hide"]
+from course.sliders import slider, tiles
+
 image_grid(
-    untrained.images + drawn.images + [image / 2 + 0.5 for _, image in previews],
-    ["red apple", "smiling cat", "rocket", "rainbow"] * 2 + [name for name, _ in previews],
-    alt="Top: noise from untrained parts. Middle: an apple, a cat, a rocket, a rainbow. Bottom: previews of the apple.",
+    untrained.images + drawn.images,
+    ["red apple", "smiling cat", "rocket", "rainbow"] * 2,
+    alt="Top: noise from untrained parts. Bottom: an apple, a cat, a rocket, a rainbow.",
     columns=4,
-    title="Random weights, trained weights, and the apple on its way",
+    title="Random weights, trained weights",
+    size=0.9,
+)
+slider(
+    lambda step: tiles(previews[step]),
+    list(previews),
+    label="preview after step",
+    alt="Previews of an apple, a cat, a rocket and a rainbow after step {} of 28, on the way from blurs to sharp pictures.",
+    colors=None,
 )
 
 # %% tags=["check"]
@@ -589,6 +606,27 @@ halted = generate(prompts[1:2], [1], few, **real, solver="multistep", callback=l
 through = generate(prompts[1:2], [1], few, **real, solver="multistep")
 assert torch.equal(generate(prompts[1:2], [1], few, **real, solver="multistep", resume=halted).latents, through.latents)
 assert max(drawn.seconds, key=drawn.seconds.get) == "denoise"  # where the time goes
+
+# %% [markdown] lang="zh"
+# ## 两个旋钮
+#
+# 先猜再拖。第一个滑块是引导强度 $w$，都走 12 步：$w = 0$ 时还听提示词吗？太大又会怎样？第二个是步数：最少几步，三张图都认得出来？再多走，换来的是什么？想写自己的提示词，请到[试验台](../playground.zh.ipynb)。
+
+# %% [markdown] lang="en" twin="16a7885d"
+# ## Two knobs
+#
+# Guess, then move. The first slider is the guidance $w$, always 12 steps: does $w = 0$ hear the prompt at all, and what does too much do? The second is the number of steps: how few make all three recognisable, and what do more of them buy? For prompts of your own there is the [playground](../playground.en.ipynb).
+
+
+# %%
+def draw(w: float = guidance, steps: int = 12) -> Image.Image:
+    return tiles(generate(prompts[1:], seeds[1:], make_schedule(steps, shift=shift), **parts(trained, w)).images)
+
+
+scales, counts = [0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 9.0], [1, 2, 4, 8, 14, 28]
+alts = "What the prompts cat, rocket and rainbow give with guidance {}.", "The same three prompts in {} steps."
+slider(lambda w: draw(w=w), scales, label="guidance w", alt=alts[0], colors=None)
+slider(lambda n: draw(steps=n), counts, label="steps", alt=alts[1], colors=None)
 
 # %% [markdown] lang="zh"
 # **到了这里**，引擎能从头画到尾。`TextToImage` 只是把这些零件装在一起，再加上命令行和文件。还没回答的是：那些权重从哪里来？第 11 章训练它们；第 12、13 章再把省内存、省时间的零件递进同一个 `generate`。

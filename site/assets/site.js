@@ -49,6 +49,21 @@
     block.querySelector(".bar").appendChild(button);
   });
 
+  /* A slider's track is filled up to its thumb; its other pictures come when the reader reaches for it. */
+  all(".slider input").forEach(function (input) {
+    var fetched = false;
+    var fill = function () { input.style.setProperty("--at", input.value / input.max); };
+    input.addEventListener("input", fill);
+    fill();
+    ["pointerenter", "focus"].forEach(function (event) {
+      input.addEventListener(event, function () {
+        if (fetched) return;
+        fetched = true;
+        input.dataset.frames.split("|").forEach(function (source) { new Image().src = source; });
+      });
+    });
+  });
+
   /* Only what scrolls needs a stop for the Tab key. */
   function stops() {
     all("pre, .table, .math.display, .foreign").forEach(function (box) {

@@ -76,6 +76,19 @@ def test_assets_count_where_the_code_names_them(root):
     assert [run_hash(chapter) for chapter in load_chapters(root)] == after
 
 
+def test_another_packages_assets_count_for_the_chapters_that_reach_it(root):
+    from course.fingerprint import run_hash
+    from course.source import load_chapters
+
+    (root / "minivllm" / "assets").mkdir(parents=True)
+    (root / "minivllm" / "shipped.py").write_text("ASSETS = 'assets'\n", encoding="utf-8")
+    edit(root / "notebooks" / "source" / "02_second.py", "first(2)", "import minivllm.shipped\n\nfirst(2)")
+    before = [run_hash(chapter) for chapter in load_chapters(root)]
+    (root / "minivllm" / "assets" / "w.bin").write_bytes(b"1")
+    after = [run_hash(chapter) for chapter in load_chapters(root)]
+    assert before[0] == after[0] and before[1] != after[1]
+
+
 def test_outputs_lose_the_machine(tmp_path):
     place = f"{tmp_path}/notebooks/x.py, {tmp_path} and {sys.prefix}/lib /tmp/ipykernel_77/123.py pid 4711 <f at 0x7f00aa11bb22>"
     text = "./notebooks/x.py, ./ and <environment>/lib <cell> pid … <f at 0x…>"

@@ -119,6 +119,7 @@ def test_a_syntax_error_names_its_task_and_spares_the_others(third):
     ("body", "line"),
     [
         ("while True: pass", "still running after 2 s"),
+        ("import os; os.system('yes hello')", "still running after 2 s"),
         ("import os; os._exit(3)", "the process died (exit status 3)"),
         ("raise SystemExit", "SystemExit"),
     ],
@@ -196,6 +197,18 @@ def test_the_command_asks_for_the_language_and_tells_by_its_exit_status(third):
     answer = run(input="fr\nen\n")
     assert answer.output.count("grade which (zh, en)") == 2 and answer.exit_code == 0 and "5 of 5" in answer.output
     assert run("--lang", "zh").exit_code == 1
+
+
+def test_a_damaged_exercise_is_never_thrown_away(third):
+    path, _, _ = write_exercise(third, "en")
+    for damage in ("null", "<<<<<<< mine\n{}", '{"cells": [{"source": "x"}]}', '{"cells": []', "[" * 100_000):
+        path.write_text(damage, encoding="utf-8")
+        done = CliRunner().invoke(app, ["--root", str(third.root), "grade", "03"])
+        assert done.exit_code == 2 and "`course exercise 03 --fresh` moves it aside" in done.output, damage[:20]
+    fresh, kept, _ = write_exercise(third, "en", fresh=True)
+    assert fresh == path and kept.read_text(encoding="utf-8") == damage
+    elsewhere = CliRunner().invoke(app, ["--root", str(third.root / "notebooks"), "check"])
+    assert elsewhere.exit_code == 2 and "no notebooks/source in" in elsewhere.output
 
 
 def test_mending_keeps_lines():

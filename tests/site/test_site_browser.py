@@ -277,6 +277,112 @@ def test_everything_works_when_storage_is_forbidden(built, visit):
     assert ask(page, "注意力")
 
 
+# --- sliders ---------------------------------------------------------------------------------------------------------
+
+SLIDER = """figure => {
+  const image = figure.querySelector("img"), input = figure.querySelector("input");
+  return {
+    source: image.getAttribute("src"), alt: image.alt, place: +input.value, said: figure.querySelector("output").textContent,
+    spoken: input.getAttribute("aria-valuetext"), label: input.labels[0].textContent.trim(),
+    frames: input.dataset.frames.split("|"), alts: input.dataset.alts.split("|"), texts: input.dataset.texts.split("|"),
+  };
+}"""
+
+
+def with_sliders(folder: Path, language: str) -> list[str]:
+    return [path for path in pages(folder, language) if '<figure class="slider"' in (folder / path).read_text()]
+
+
+def shows(figure, place: int) -> None:
+    """The slider stands at a frame: picture, alt text, value, and what a screen reader says."""
+    seen = figure.evaluate(SLIDER)
+    assert seen["place"] == place and seen["source"] == seen["frames"][place]
+    assert seen["alt"] == seen["alts"][place] and seen["label"]
+    assert seen["said"] == seen["spoken"] == seen["texts"][place]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_slider_moves_by_keyboard(built, visit, language):
+    paths = with_sliders(built.output, language)
+    page, count = visit(built.output, paths[0]), 0
+    for path in paths:
+        page.goto((built.output / path).as_uri())
+        for figure in page.locator(".slider").all():
+            first = figure.evaluate(SLIDER)
+            assert len(set(first["frames"])) == len(first["frames"]) and "base64" not in "".join(first["frames"])
+            shows(figure, first["place"])
+            figure.locator("input").focus()
+            page.keyboard.press("Home")
+            shows(figure, 0)
+            page.keyboard.press("ArrowRight")
+            page.keyboard.press("ArrowUp")
+            shows(figure, min(2, len(first["frames"]) - 1))
+            page.keyboard.press("ArrowLeft")
+            shows(figure, min(2, len(first["frames"]) - 1) - 1)
+            page.keyboard.press("End")
+            shows(figure, len(first["frames"]) - 1)
+            page.wait_for_function(
+                "f => f.querySelector('img').complete && f.querySelector('img').naturalWidth",
+                arg=figure.element_handle(),
+            )
+            count += 1
+    assert count >= 8
+
+
+def test_a_slider_moves_by_mouse_and_its_pictures_are_there(built, visit):
+    page = visit(built.output, f"en/{CHAPTER}.html")
+    figure = page.locator(".slider").first
+    figure.scroll_into_view_if_needed()
+    box, last = figure.locator("input").bounding_box(), len(figure.evaluate(SLIDER)["frames"]) - 1
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 4, middle)
+    page.mouse.down()
+    shows(figure, 0)
+    page.mouse.move(box["x"] + box["width"] / 2, middle, steps=4)
+    assert 0 < figure.evaluate(SLIDER)["place"] < last
+    page.mouse.move(box["x"] + box["width"] - 2, middle, steps=4)
+    page.mouse.up()
+    shows(figure, last)
+    height = figure.bounding_box()["height"]
+    page.keyboard.press("Home")
+    assert figure.bounding_box()["height"] == height  # nothing jumps
+
+
+def test_a_slider_fits_a_phone_and_both_themes(built, visit):
+    page = visit(built.output, f"zh/{CHAPTER}.html", viewport=PHONE, color_scheme="dark")
+    figure = page.locator(".slider").first
+    for part in ("img", "input", "output"):
+        box = figure.locator(part).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+    assert figure.locator("input").bounding_box()["height"] >= 24  # a finger's target
+    colour = "e => getComputedStyle(e).color"
+    dark = figure.locator("output").evaluate(colour)
+    page.locator(".theme").click()
+    assert figure.locator("output").evaluate(colour) != dark
+    assert figure.locator(".card").evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_without_scripts_and_on_paper_the_first_frame_stands_alone(built, visit):
+    page = visit(built.output, f"zh/{CHAPTER}.html", java_script_enabled=False)
+    figure = page.locator(".slider").first
+    assert figure.locator("img").is_visible() and not figure.locator("input").is_visible()
+    assert "脚本" in figure.inner_text()
+    paper = visit(built.output, f"zh/{CHAPTER}.html")
+    paper.emulate_media(media="print")
+    figure = paper.locator(".slider").first
+    assert figure.locator("img").is_visible() and not figure.locator("input").is_visible()
+    assert figure.locator("output").is_visible()
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_playground_has_a_page_with_the_picture_of_its_first_run(built, visit, language):
+    page = visit(built.output, f"{language}/10_pipeline.html")
+    page.locator('a[href$="playground.html"]').first.click()
+    page.wait_for_url(f"**/{language}/files/notebooks/playground.html")
+    assert page.locator(".card img").first.is_visible()
+    assert "Playground()" in page.locator("main").inner_text()
+
+
 # --- light, dark, paper ----------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,10 @@ from course.site import build_site
 from course.site_api import docstring_html, read_module
 from course.site_check import site_faults
 from course.site_pages import anchor_name, github_name
+from course.sliders import Frame, static_face
 from course.source import LANGUAGES
 
+COLOURS = list(enumerate(("red", "blue")))
 STEMS = sorted(path.stem for path in (ROOT / "notebooks" / "zh").glob("*.ipynb"))
 
 
@@ -221,6 +223,28 @@ def test_pictures_inside_html_become_files(tmp_path):
     build_site(tmp_path)
     text = page(tmp_path, "en/01_small.html")
     assert "base64" not in text and text.count("../media/") == 3 and "oninput=" in text
+
+
+def test_a_slider_keeps_its_frames_as_files_and_loses_what_the_site_styles(tmp_path):
+    frames = [Frame(str(n), f"data:image/png;base64,{png(name)}", f"A {name} square", 8, 6) for n, name in COLOURS]
+    small_site(tmp_path, code("01-x-01", "slide()", foreign(static_face(frames, "n"))))
+    build_site(tmp_path)
+    for language, still in (("zh", "脚本"), ("en", "scripts")):
+        text = page(tmp_path, f"{language}/01_small.html")
+        figure = re.search(r'<figure class="slider".*?</figure>', text, re.S).group()
+        assert "base64" not in figure and '<div class="card"><img src="../media/' in figure
+        assert still in re.search("<noscript>(.*?)</noscript>", figure).group(1)
+        files = re.search('data-frames="([^"]*)"', figure).group(1).split("|")
+        assert len(set(files)) == 2
+        assert all((tmp_path / "site" / "build" / language / file).is_file() for file in files)
+    index = (tmp_path / "site" / "build" / "assets" / "search-index.js").read_text()
+    assert "A red square" in index and "Run the cell" not in index
+
+
+def test_a_slider_with_a_missing_frame_would_be_noticed():
+    text = '<input type="range" data-frames="../media/a.png|../media/b.png">'
+    faults = site_faults({"en/a.html": text.encode(), "media/a.png": b""})
+    assert faults == ["en/a.html: ../media/b.png leads nowhere"]
 
 
 def test_multiline_json_reads_as_one_text(tmp_path):
