@@ -405,14 +405,14 @@ assert torch.allclose(layer(x, places, past), before, atol=1e-4)  # QK-norm: nob
 # %% [markdown] lang="zh"
 # ## 带门的前馈：旧引擎坏在这里
 #
-# SwiGLU 把输入投影两次：一份过 SiLU 当门，另一份被门放行。审计发现旧引擎写了 `SiluAndMul` 却没有接上（`act_fn = None`），所以一次也没跑通过。这十一行，也是整份审计里唯一原样可用的零件。
+# SwiGLU 把输入投影两次：一份过 SiLU 当门，另一份被门放行。审计发现旧引擎写了 `SiluAndMul` 却没有接上（`act_fn = None`），所以一次也没跑通过。这一小段，也是整份审计里唯一原样可用的零件。
 #
 # $$\mathrm{MLP}(x) = W_{\text{down}}\big(\mathrm{silu}(W_{\text{gate}}\,x) \odot W_{\text{up}}\,x\big)$$
 
 # %% [markdown] lang="en" twin="45adb7fa"
 # ## A gated feed-forward network: where the old engine was broken
 #
-# SwiGLU projects its input twice: one half passes SiLU and becomes the gate, the other is let through by it. The audit found `SiluAndMul` written but never connected (`act_fn = None`): the old engine had not run once. Those eleven lines are also the only part of the audit that can be taken as it is.
+# SwiGLU projects its input twice: one half passes SiLU and becomes the gate, the other is let through by it. The audit found `SiluAndMul` written but never connected (`act_fn = None`): the old engine had not run once. This small class is also the only part that the audit found fit to be taken as it is.
 #
 # $$\mathrm{MLP}(x) = W_{\text{down}}\big(\mathrm{silu}(W_{\text{gate}}\,x) \odot W_{\text{up}}\,x\big)$$
 

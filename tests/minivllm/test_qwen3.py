@@ -58,11 +58,11 @@ def test_logits_are_transformers(keys, groups, half, width, layers, theta, tied,
 
 
 def test_two_layers_of_the_real_shape(tmp_path):
-    """0.6B: 151,936 tokens, width 1024, 16 heads on 8, feed-forward 3072, θ = 10⁶, tied; two layers of its 28."""
+    """0.6B: width 1024, 16 heads on 8 of 128, feed-forward 3072, θ = 10⁶, tied; two of its 28 layers, a fifth of its words."""
     torch.manual_seed(0)
-    sizes = dict(zip(SIZES, (151_936, 1024, 3072, 2, 128, 16, 8)))
+    sizes = dict(zip(SIZES, (30_000, 1024, 3072, 2, 128, 16, 8)))
     ours, theirs = pair(tmp_path, tie_word_embeddings=True, **sizes)
-    ids = torch.randint(151_936, (1, 12))
+    ids = torch.randint(30_000, (1, 12))
     with torch.no_grad():
         a, b = ours(ids), theirs(ids).logits
     assert (a - b).abs().max() < 1e-4
@@ -218,23 +218,28 @@ def test_it_knows_most_captions():
     assert right > 0.6 * len(some), f"{right} of {len(some)}"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "minivllm", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def speak(*arguments: str):
+    from typer.testing import CliRunner
+
+    from minivllm.__main__ import app
+
+    return CliRunner().invoke(app, list(arguments))
 
 
 def test_the_command_speaks():
-    done = run("red", "火箭", "--count", "2", "--seed", "3")
+    command = [sys.executable, "-m", "minivllm", "red", "火箭", "--count", "2", "--seed", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 4, done.stderr
     assert all(line.startswith(start) and "=" in line for line, start in zip(lines, ["red", "red", "火箭", "火箭"]))
-    again = run("red", "火箭", "--count", "2", "--seed", "3")
-    assert again.stdout == done.stdout
-    for arguments in (("red", "--top-p", "2"), ("red", "--model", "nowhere"), ("red", "--tokens", "400")):
-        refused = run(*arguments)
-        assert (
-            refused.returncode == 2 and refused.stderr.startswith("error: ") and len(refused.stderr.splitlines()) == 1
-        )
+    assert speak("red", "火箭", "--count", "2", "--seed", "3").stdout == done.stdout  # a seed is a text
+    assert speak("red apple", "--temperature", "0").stdout == "red apple = 红苹果\n"
+
+
+@pytest.mark.parametrize("arguments", [("--top-p", "2"), ("--model", "nowhere"), ("--tokens", "400"), ("--seed", "-1")])
+def test_the_command_refuses_in_one_line(arguments):
+    refused = speak("red", *arguments)
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: ") and len(refused.stderr.splitlines()) == 1
 
 
 def test_no_past_is_a_fresh_text(toy, ids):
