@@ -107,8 +107,7 @@ class Playground:
         """A control under the course's word for it."""
         wide = "26em" if kind is widgets.Text else "21em" if kind is widgets.FloatSlider else "13em"
         layout = widgets.Layout(width=wide, max_width="100%")
-        style = {"description_width": "7em" if kind is widgets.Text else "initial"}
-        return kind(description=self.words[name], layout=layout, style=style, **options)
+        return kind(description=self.words[name], layout=layout, style={"description_width": "initial"}, **options)
 
     def request(self) -> dict[str, Any]:
         """What the controls ask the engine for."""

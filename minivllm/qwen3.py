@@ -145,6 +145,7 @@ class NoPast:
 
     def end(self) -> None:
         """From now on the new tokens are past. Called once, after all layers."""
+        return None  # nothing is kept
 
 
 class Attention(nn.Module):

@@ -111,15 +111,17 @@ def draw_map(k: int):
     axes[1].imshow(weights[k * 16 + k].reshape(16, 16), cmap="magma", vmin=0).axes.set_title("… and these answer")
     for ax in axes:
         ax.plot(k, k, "o", color="white", mec="black")
+        ax.spines[:].set_visible(False)
     return fig
 
 
 slider(
     draw_map,
     [1, 3, 5, 7, 8, 9, 10, 12, 14],
-    label="row and column of the patch",
-    alt="A scene with sky, sea, a red sun and a red boat; the patch at row and column {} lights up every patch of its colour.",
+    label="patch",
+    alt="A scene with sky, sea, a red sun and a red boat; the patch at {} lights up every patch of its colour.",
     start=1,
+    text=lambda k: f"({k}, {k})",
     live=range(16),
 )
 

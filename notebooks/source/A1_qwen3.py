@@ -368,6 +368,7 @@ class NoPast:
 
     def end(self) -> None:
         """From now on the new tokens are past. Called once, after all layers."""
+        return None  # nothing is kept
 
 
 class Attention(nn.Module):
@@ -390,6 +391,7 @@ class Attention(nn.Module):
 # %%
 toy = Qwen3Config(512, 64, 96, 3, num_attention_heads=6, num_key_value_heads=2, head_dim=16, rope_theta=5e4)
 layer, x = Attention(toy, layer=0), torch.randn(2, 7, 64)
+nn.init.normal_(layer.q_norm.weight, mean=1.0, std=0.3)  # as if trained
 places = rope_table(NoPast().begin(torch.zeros(2, 7)), 16, toy.rope_theta)
 layer(x, places, NoPast()).shape
 

@@ -9,11 +9,11 @@
 # ---
 
 # %% [markdown] lang="zh"
-# # 试验台（playground）
+# # 试验台
 #
 # 在 JupyterLab 里运行下面这一格：写提示词，拧旋钮，按「画」。图的旁边是它一路上的预览。在网页或 GitHub 上读到这里，你看到的是第一次运行的结果。
 
-# %% [markdown] lang="en" twin="2eabce25"
+# %% [markdown] lang="en" twin="7d67ce25"
 # # Playground
 #
 # Run the cell below in JupyterLab: write a prompt, turn the knobs, press Draw. Beside the picture stand the previews on its way. If you read this on the site or on GitHub, you see the result of the first run.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffusion_engine.optimizations import measure as take_turns
 from diffusion_engine.optimizations import ratio
@@ -32,7 +32,11 @@ def two_layers() -> Qwen3:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = Qwen3Config(4096, 1024, 3072, 2, 16, 8, max_position_embeddings=1024, tie_word_embeddings=True)
-        return Qwen3(config).eval().requires_grad_(False)
+        model = Qwen3(config).eval().requires_grad_(False)
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=0.02)
+        return model
 
 
 MODELS = {"caption model": shipped, "two layers of the 0.6B": two_layers}

@@ -8,9 +8,13 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from course.adopt import adopt_notebook
+from course.check import check_all
+from course.export import export_chapter
 from course.playground import WORDS, Playground, session_language, stations
 from course.run import kernel_environment
-from course.source import LANGUAGES
+from course.source import LANGUAGES, load_chapters
+from course.twins import stamp_chapter
 from diffusion_engine import TextToImage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +132,60 @@ def test_without_a_kernel_the_first_picture_stands_there(language):
     (output,) = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     assert set(output["data"]) == {"image/png", "text/plain"} and output["metadata"]["image/png"]["alt"]
     assert "widgets" not in notebook["metadata"] and "object at 0x" not in "".join(output["data"]["text/plain"])
+
+
+SOURCE = """# ---
+# jupyter:
+#   course:
+#     minutes: 1
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown] lang="zh"
+# # 试验台
+#
+# 看[第一章](zh/01_sums.ipynb)，再动手：写一句提示词，按下按钮，看看图怎样一步步出来。
+
+# %% [markdown] lang="en"
+# # Playground
+#
+# Read [the first chapter](en/01_sums.ipynb), then try: write a prompt, press the button, and see how the picture comes about.
+
+# %%
+print(6)
+"""
+
+
+def test_its_source_is_exported_stamped_checked_and_adopted_like_a_chapter(root):
+    first = next((root / "notebooks" / "source").glob("01_*.py")).stem
+    source = root / "notebooks" / "source" / "playground.py"
+    source.write_text(SOURCE.replace("01_sums", first), encoding="utf-8")
+    (chapter,) = load_chapters(root, ["playground"])
+    assert not chapter.is_chapter and load_chapters(root)[-1].path == source
+    written = {path.relative_to(root).as_posix() for path in export_chapter(chapter)}
+    assert written == {"notebooks/playground.zh.ipynb", "notebooks/playground.en.ipynb"}
+    stamp_chapter(chapter)
+    export_chapter(load_chapters(root, ["playground"])[0])
+    assert {finding.message.split(";")[0] for finding in check_all(root, ["playground"])} == {
+        "outputs were never stored"
+    }
+    path = root / "notebooks" / "playground.en.ipynb"
+    notebook = json.loads(path.read_text())
+    notebook["metadata"]["widgets"] = {}
+    notebook["cells"][0]["source"] = [
+        "# Playground\n",
+        "\n",
+        "Read [the first chapter](nowhere.ipynb), then try: write a prompt, press the button, and watch the picture.",
+    ]
+    path.write_text(json.dumps(notebook))
+    said = " ".join(finding.text() for finding in check_all(root, ["playground"]))
+    assert "saved widget state" in said and "course adopt notebooks/playground.en.ipynb" in said
+    assert adopt_notebook(path, root).cells and "nowhere.ipynb" in source.read_text(encoding="utf-8")
+    said = " ".join(finding.text() for finding in check_all(root, ["playground"]))
+    assert "nowhere.ipynb does not exist from notebooks/" in said  # links start where the notebook lies
 
 
 @pytest.mark.parametrize(("readme", "language"), [("README.md", "en"), ("README.zh.md", "zh")])
