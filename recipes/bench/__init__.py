@@ -14,4 +14,5 @@ SECTIONS = {  # name → module, in the order of the report
     "picture": "recipes.bench.picture",
     "diffusers": "recipes.bench.blocks",
     "optimizations": "recipes.bench.optimizations",
+    "minivllm": "recipes.bench.minivllm",
 }
