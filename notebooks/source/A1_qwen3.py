@@ -411,7 +411,7 @@ assert torch.allclose(layer(x, places, past), before, atol=1e-4)  # QK-norm: nob
 #
 # $$\mathrm{MLP}(x) = W_{\text{down}}\big(\mathrm{silu}(W_{\text{gate}}\,x) \odot W_{\text{up}}\,x\big)$$
 
-# %% [markdown] lang="en" twin="45adb7fa"
+# %% [markdown] lang="en" twin="eb23fe59"
 # ## A gated feed-forward network: where the old engine was broken
 #
 # SwiGLU projects its input twice: one half passes SiLU and becomes the gate, the other is let through by it. The audit found `SiluAndMul` written but never connected (`act_fn = None`): the old engine had not run once. This small class is also the only part that the audit found fit to be taken as it is.

@@ -429,7 +429,7 @@ assert change(fewer.latents, exact.latents) < drift[4]  # fewer steps save as mu
 # %% [markdown] lang="zh"
 # 老实读这张图：眼睛花了，披萨和苹果只是起了斑。这个小模型把图背了下来，提示词和时间管住了大半；需要互相看着画的地方，先坏。可是不管坏多少，省下的只有那一小份，少走两步省得一样多，图却完好。
 
-# %% [markdown] lang="en" twin="01e0f9a5"
+# %% [markdown] lang="en" twin="6c1097cc"
 # Read the picture honestly: the eyes are smeared, pizza and apple are merely blotched. This small model knows its pictures by heart, so prompt and time settle most of them; what breaks first is where patches must look at each other. And however much breaks, all it saves is that small share: two steps fewer save as much and leave the picture whole.
 
 # %% [markdown] lang="zh"
