@@ -16,34 +16,38 @@ import typer
 from diffusion_engine import __version__
 from diffusion_engine.files import (
     CLIP_SUFFIXES,
-    DEVICES,
-    DTYPES,
     RECORD,
-    SHIPPED_MODEL,
-    SOLVERS,
-    TOKENIZER,
-    WEIGHTS,
-    Request,
-    Switches,
     animation,
-    check_clip_folder,
-    check_model_folder,
     check_output,
-    clip_fingerprint,
-    fingerprint,
     gif,
-    make_request,
-    one_of,
     png,
     read_clip_record,
     read_header,
     read_record,
+    request_of,
+    write_files,
+)
+from diffusion_engine.model_folder import (
+    SHIPPED_MODEL,
+    TOKENIZER,
+    WEIGHTS,
+    check_clip_folder,
+    check_model_folder,
+    clip_fingerprint,
+    fingerprint,
+)
+from diffusion_engine.request import (
+    DEVICES,
+    DTYPES,
+    SOLVERS,
+    Request,
+    Switches,
+    make_request,
+    one_of,
     real_number,
     recommended,
-    request_of,
     size_rule,
     whole_number,
-    write_files,
 )
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -83,7 +87,7 @@ def main(args: list[str] | None = None) -> int:
         return _say(
             "error", "there is not enough memory for this; try a smaller --count, --height or --width", BAD_INPUT
         )
-    return _say("interrupted", "nothing was written", INTERRUPTED) if code == INTERRUPTED else code
+    return _say("interrupted", "no file was left half-written", INTERRUPTED) if code == INTERRUPTED else code
 
 
 def _say(kind: str, message: str, code: int = 0) -> int:
@@ -199,8 +203,8 @@ def generate(
         record = read_record(like)
     elif prompt is None:
         raise ValueError('a prompt is missing; try: diffusion-engine generate "red apple" -o apple.png')
-    device = one_of("device", device or (record or {}).get("device", "auto"), DEVICES)
-    dtype = one_of("dtype", dtype or (record or {}).get("dtype", "float32"), DTYPES)
+    device = one_of("device", (record or {}).get("device", "auto") if device is None else device, DEVICES)
+    dtype = one_of("dtype", (record or {}).get("dtype", "float32") if dtype is None else dtype, DTYPES)
     config = check_model_folder(model)
     if record is None:
         request = make_request(config, prompt, **settings, switches=Switches.of(switches))
@@ -266,8 +270,8 @@ def animate(
         record = read_clip_record(like)
     elif prompt is None:
         raise ValueError('a prompt is missing; try: diffusion-engine animate "cat face, spinning" -o cat.gif')
-    device = one_of("device", device or (record or {}).get("device", "auto"), DEVICES)
-    dtype = one_of("dtype", dtype or (record or {}).get("dtype", "float32"), DTYPES)
+    device = one_of("device", (record or {}).get("device", "auto") if device is None else device, DEVICES)
+    dtype = one_of("dtype", (record or {}).get("dtype", "float32") if dtype is None else dtype, DTYPES)
     factor = whole_number("scale", (record or {}).get("scale", 4) if scale is None else scale, 1, 32)
     config = check_clip_folder(model)
     if record is None:
@@ -580,7 +584,7 @@ def reference(
     asked |= {"guidance": None if guidance is None else real_number("guidance", guidance, near=4)}
     asked |= {"seed": whole_number("seed", seed, 0, 2**32 - 1), "prompt": prompt, "negative": negative} | sides
     check_output(output, ".png")
-    dtype = one_of("dtype", dtype or ("float32" if tiny else "bfloat16"), DTYPES)
+    dtype = one_of("dtype", ("float32" if tiny else "bfloat16") if dtype is None else dtype, DTYPES)
     if find_spec("diffusers") is None or find_spec("transformers") is None:
         raise ValueError("diffusers and transformers are not installed; try pip install diffusers transformers")
     _reference(

@@ -20,8 +20,10 @@ def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     """(height / patch, width / patch), the grid of tokens.
 
     Raises:
-        ValueError: a side is not a positive multiple of ``patch``; names the nearest ones.
+        ValueError: a patch below 1; a side that is not a positive multiple of ``patch``: names the nearest ones.
     """
+    if patch < 1:
+        raise ValueError(f"patch {patch} is below 1; try 1")
     for name, side in (("height", height), ("width", width)):
         if side < 1 or side % patch:
             below, above = side // patch * patch, -(-max(side, 1) // patch) * patch
@@ -58,6 +60,8 @@ def unpatchify(tokens: Tensor, patch: int, grid: tuple[int, int], channels_first
     """
     b, n, d = tokens.shape
     h, w = grid
+    if patch < 1:
+        raise ValueError(f"patch {patch} is below 1; try 1")
     if n != h * w:
         raise ValueError(f"{n} tokens do not fill a grid of {h}×{w} = {h * w}")
     if d % patch**2:

@@ -16,32 +16,34 @@ from PIL.Image import Image
 from torch import Tensor
 
 from diffusion_engine import __version__
-from diffusion_engine.files import (
+from diffusion_engine.files import RECORD
+from diffusion_engine.guidance import Model as Network
+from diffusion_engine.guidance import guided_velocity
+from diffusion_engine.memory_manager import LatentBuffer, PeakMeter, Plan, plan_memory, planned_decode, weight_bytes
+from diffusion_engine.model_folder import (
     CLIP_WEIGHTS,
-    DEVICES,
-    DTYPES,
-    RECORD,
     SHIPPED_CLIP_MODEL,
     SHIPPED_MODEL,
     Model,
-    Request,
-    Switches,
     check_clip_folder,
-    check_size,
     clip_fingerprint,
     load_model,
     load_part,
+)
+from diffusion_engine.optimizations import Accelerated, StepCache, compiled_blocks
+from diffusion_engine.pipeline import Callback, Result, Stopwatch, Velocity, generate, require_finite, to_pictures
+from diffusion_engine.request import (
+    DEVICES,
+    DTYPES,
+    Request,
+    Switches,
+    check_size,
     make_request,
     one_of,
     recommended,
     shown,
     size_rule,
 )
-from diffusion_engine.guidance import Model as Network
-from diffusion_engine.guidance import guided_velocity
-from diffusion_engine.memory_manager import LatentBuffer, PeakMeter, Plan, plan_memory, planned_decode, weight_bytes
-from diffusion_engine.optimizations import Accelerated, StepCache, compiled_blocks
-from diffusion_engine.pipeline import Callback, Result, Stopwatch, Velocity, generate, require_finite, to_pictures
 from diffusion_engine.scheduler import Schedule, make_schedule
 from diffusion_engine.text_conditioning import PromptCache, PromptEmbeds, TextEncoderConfig, stack_prompts
 from diffusion_engine.video import TextRefiner, VideoDiT, VideoDiTConfig, VideoVAE, VideoVAEConfig, latent_frames
@@ -49,6 +51,11 @@ from diffusion_engine.video import TextRefiner, VideoDiT, VideoDiTConfig, VideoV
 
 class EngineWarning(UserWarning):
     """The picture is drawn, but part of what was asked has no effect."""
+
+
+def ends(text: str, most: int = 120) -> str:
+    """A long text's beginning and end, as a message quotes it."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def available_devices() -> list[str]:
@@ -178,6 +185,10 @@ class TextToImage:
             raise ValueError(
                 f"resume is {shown(type(resume).__name__)}; expected the Result of a cancelled run of an engine"
             )
+        if resume.origin != self.origin:
+            raise ValueError(
+                f"resume is a run of {resume.origin}, this engine is {self.origin}; resume it where it began"
+            )
         return self.draw(resume.request, callback, resume=resume, profile=profile)
 
     def draw(
@@ -215,7 +226,7 @@ class TextToImage:
         )
         for index, image in enumerate(result.images):
             image.info[RECORD] = json.dumps(self.record(request, index), ensure_ascii=False)
-        return replace(result, request=request, memory=cache if result.cancelled else None)
+        return replace(result, request=request, memory=cache if result.cancelled else None, origin=self.origin)
 
     def plan(self, request: Request, memory_budget: int | str) -> Plan:
         """The fastest way to draw a request below a budget of bytes, ``"2 GB"`` for example; ``str(plan)`` tells why.
@@ -293,6 +304,11 @@ class TextToImage:
         factor = self.vae.config.factor
         return self.vae.config.latent_channels, height // factor, width // factor
 
+    @property
+    def origin(self) -> str:
+        """Which model in which dtype: what a run must share with the run that it resumes."""
+        return f"model {self.fingerprint} in {self.dtype}"
+
     def record(self, request: Request, index: int) -> dict:
         """What the PNG of picture ``index`` will say."""
         return {
@@ -348,7 +364,9 @@ class TextToImage:
             for prompt in dict.fromkeys(prompts):
                 if dropped := self.tokenizer(prompt).dropped[0]:
                     room = f"the encoder's window of {self.tokenizer.max_length} tokens"
-                    warnings.warn(f"{kind} is longer than {room}; dropped: {dropped!r}", EngineWarning, stacklevel=5)
+                    warnings.warn(
+                        f"{kind} is longer than {room}; dropped: {ends(dropped)!r}", EngineWarning, stacklevel=5
+                    )
         if guidance <= 1 and any(request.negative_prompts):
             why = "that is the prompt alone" if guidance == 1 else "below 1 it even draws the picture towards itself"
             message = f"negative prompt does nothing at guidance {guidance:g}: {why}; try {self.guidance_scale:g}"
@@ -518,7 +536,10 @@ class TextToVideo(TextToImage):
             meter=Meters(Stopwatch(self._synchronize), peaks),
             buffer=LatentBuffer((len(request.seeds), *shape), device=self.device) if switches.latent_buffer else None,
         )
-        told = {field.name: getattr(result, field.name) for field in fields(result)} | {"request": request}
+        told = {field.name: getattr(result, field.name) for field in fields(result)} | {
+            "request": request,
+            "origin": self.origin,
+        }
         drawn = ClipResult(**told, frames=request.frames)
         for index, clip in enumerate(drawn.clips):
             record = self.record(request, index) | {"kind": "clip"}

@@ -85,6 +85,13 @@ Velocity = Callable[[Tensor, float], Tensor]
 Callback = Callable[[StepInfo], Any]
 
 
+def _says_no(answer: Any) -> bool:
+    """False, as Python, NumPy or torch write it, and nothing else."""
+    if isinstance(answer, Tensor):
+        return answer.dtype == torch.bool and not answer.any()
+    return isinstance(answer, (bool, np.bool_)) and not answer
+
+
 @torch.no_grad()
 def denoise(
     velocity: Velocity,
@@ -101,7 +108,7 @@ def denoise(
     Args:
         velocity: v(x (B, …), σ) → (B, …); guidance is already inside.
         noise: latents at the first σ, or, to go on, a cancelled `State`'s latents.
-        callback: called after each step with a `StepInfo`; returning False cancels.
+        callback: called after each step with a `StepInfo`; returning False (NumPy's or torch's, too) cancels.
         start, history: a cancelled `State`'s step and history; the rest then equals an uninterrupted run, bit for bit.
         buffer: a pair of latents to walk in (load(x) fills ``front``; each step writes ``back``, then swap()), so that
             no step allocates any. The same bits; a callback's latents live until the step after next.
@@ -121,7 +128,8 @@ def denoise(
         x, history = step.latents, step.history
         if buffer is not None:
             buffer.swap()
-        if callback is not None and callback(StepInfo(k, sigma_next, x, data)) is False:
+        answer = None if callback is None else callback(StepInfo(k, sigma_next, x, data))
+        if _says_no(answer):
             return State(x if buffer is None else x.clone(), k, history, cancelled=True)
     return State(x if buffer is None else x.clone(), count, history, cancelled=False)
 
@@ -130,10 +138,12 @@ def to_pictures(images: Tensor) -> list[Image.Image]:
     """byte = round(127.5 · x + 127.5), clamped: images (B, 3, H, W) or (B, 1, H, W) in −1 … 1 → B PIL pictures.
 
     Raises:
-        ValueError: another number of channels.
+        ValueError: another number of channels, or whole numbers.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(f"images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (B, 1, H, W)")
+    if not images.is_floating_point():
+        raise ValueError(f"images are {images.dtype}; expected floats in −1…1: bytes / 127.5 − 1")
     levels = (images.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     arrays = levels.permute(0, 2, 3, 1).cpu().numpy()  # (B, H, W, C)
     return [Image.fromarray(np.ascontiguousarray(a[..., 0] if a.shape[-1] == 1 else a)) for a in arrays]
@@ -174,6 +184,7 @@ class Result:
     request: Any = None  # what was asked for; the engine fills it in
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by stage, when the meter counts bytes
     memory: Any = None  # what an engine's own switches remember of a cancelled run
+    origin: str = ""  # the engine that drew it: model and dtype
 
 
 def generate(

@@ -56,11 +56,13 @@ def interpolate(data: Tensor, noise: Tensor, sigma: float | Tensor) -> Tensor:
         x_σ, shape and dtype of ``data``; computed in fp32 at least.
 
     Raises:
-        ValueError: shapes differ, or σ is refused by `append_dims`.
+        ValueError: shapes differ, whole-number data, or σ refused by `append_dims`.
 
     Source: Liu et al. 2022 (Rectified Flow), §2.1; σ here runs from data to noise.
     """
     _same_shape(data=data, noise=noise)
+    if not data.is_floating_point():
+        raise ValueError(f"data of {data.dtype} would be rounded to whole numbers; scale it to −1…1 in float32")
     s = append_dims(sigma, data)
     return ((1 - s) * data + s * noise).to(data.dtype)
 
@@ -139,7 +141,7 @@ def integrate(
         The last state, shaped like ``noise``; or the path (N + 1, B, …), which begins with ``noise``.
 
     Raises:
-        ValueError: unknown method; fewer than two σ; σ that do not fall or leave 0…1.
+        ValueError: unknown method; fewer than two σ; σ that do not fall or leave 0…1; a velocity not shaped like x.
 
     Source: Liu et al. 2022, §2.1 (Euler); Karras et al. 2022, algorithm 1 (Heun).
     """
@@ -153,6 +155,7 @@ def integrate(
         v = velocity(x, s)
         if method == "heun":
             v = (v + velocity(x + (s_next - s) * v, s_next)) / 2
+        _same_shape(x=x, velocity=v)
         x = x + (s_next - s) * v
         path.append(x)
     return torch.stack(path) if return_path else x

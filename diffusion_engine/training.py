@@ -70,11 +70,16 @@ def flow_matching_loss(
     Returns:
         A scalar, fp32.
 
+    Raises:
+        ValueError: what the model gives is not shaped like the data.
+
     Source: Lipman et al. 2023 (flow matching); Liu et al. 2023 (rectified flow).
     """
     noise = torch.randn(data.shape, generator=generator).to(data)
     sigma = sample_sigmas(len(data), generator, mean, std, shift).to(data.device)
     velocity = model(interpolate(data, noise, sigma), 1000 * sigma, prompts)
+    if velocity.shape != data.shape:
+        raise ValueError(f"the model gives {tuple(velocity.shape)}; expected the data's shape, {tuple(data.shape)}")
     return F.mse_loss(velocity.float(), velocity_target(data, noise).float())
 
 
@@ -260,20 +265,25 @@ def load_checkpoint(path: Path | str, state: TrainState) -> TrainState:
     """Put a checkpoint into ``state``, whose model and optimizer are built as they were; return it.
 
     Raises:
-        ValueError: the file is no whole checkpoint, or was made with another seed or another model.
+        ValueError: the file is no whole checkpoint, or was made with another seed, model or optimizer; ``state`` is as before.
     """
     try:
         payload = torch.load(io.BytesIO(Path(path).read_bytes()), weights_only=True)
         found = payload["seed"], {name: value.shape for name, value in payload["model"].items()}
+        ema, plain = payload["ema"]["shadow"], {name: payload[name] for name in PLAIN}
+        updates = payload["ema"]["updates"]
     except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no whole checkpoint ({type(error).__name__}); delete it to begin again") from error
     if found != (state.seed, {name: value.shape for name, value in state.model.state_dict().items()}):
         raise ValueError(f"{path} belongs to another run: seed {found[0]}, not {state.seed}, or another model")
+    try:
+        state.optimizer.load_state_dict(payload["optimizer"])  # looks before it changes anything
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} belongs to another run: its optimizer differs ({error})") from error
     state.model.load_state_dict(payload["model"])
-    state.optimizer.load_state_dict(payload["optimizer"])
-    state.ema.shadow, state.ema.updates = payload["ema"]["shadow"], payload["ema"]["updates"]
-    for name in PLAIN:
-        setattr(state, name, payload[name])
+    state.ema.shadow, state.ema.updates = ema, updates
+    for name, value in plain.items():
+        setattr(state, name, value)
     return state
 
 
@@ -306,7 +316,13 @@ def train(
 
     Returns:
         ``state``.
+
+    Raises:
+        ValueError: ``every`` or ``log_every`` below 1.
     """
+    for name, value in (("every", every), ("log_every", log_every)):
+        if value < 1:
+            raise ValueError(f"{name} {value} is below 1; try 1")
     shown = {"disable": not progress, "mininterval": 0.5 if sys.stderr.isatty() else 30.0, "smoothing": 0.02}
     with tqdm(total=steps, initial=min(state.step, steps), unit="step", **shown) as bar:
         last = state.step >= steps

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from course.figures import COLORS, plt, png
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions
-from diffusion_engine.files import load_model
 from diffusion_engine.guidance import guide, guided_velocity
+from diffusion_engine.model_folder import load_model
 from diffusion_engine.pipeline import denoise, initial_noise
 from diffusion_engine.rectified_flow import integrate, interpolate, straightness
 from diffusion_engine.scheduler import dynamic_mu, make_schedule, shift_sigmas

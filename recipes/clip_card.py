@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from diffusion_engine.files import CLIP_WEIGHTS, SHIPPED_CLIP_MODEL, read_header, write_files
+from diffusion_engine.files import read_header, write_files
+from diffusion_engine.model_folder import CLIP_WEIGHTS, SHIPPED_CLIP_MODEL
 from recipes.clip_quality import BARS, LANGUAGES
 from recipes.model_card import NAMES, YES, curves, recipe, tried
 

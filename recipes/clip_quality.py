@@ -26,7 +26,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffusion_engine import TextToVideo
-from diffusion_engine.files import SHIPPED_CLIP_MODEL, write_files
+from diffusion_engine.files import write_files
+from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.vae import psnr
 from recipes.clip_data import FRAMES, MOTIONS, STILLS, Clip, as_floats, caption, clip_data, to_bytes

@@ -18,7 +18,9 @@ from typing import Annotated
 
 import typer
 
-from diffusion_engine.files import SHIPPED_MODEL, recommended, write_files
+from diffusion_engine.files import write_files
+from diffusion_engine.model_folder import SHIPPED_MODEL
+from diffusion_engine.request import recommended
 from recipes.quality import BARS, KINDS, LANGUAGES
 
 NAMES = {

@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from course.sheet import Row, contact_sheet
 from diffusion_engine import TextToImage
-from diffusion_engine.files import SHIPPED_MODEL, write_files
+from diffusion_engine.files import write_files
+from diffusion_engine.model_folder import SHIPPED_MODEL
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.vae import psnr
 from recipes.emoji_data import EmojiRecord, load_emoji

@@ -31,8 +31,9 @@ from tokenizers import Tokenizer
 from torch import Generator, Tensor, nn
 
 from diffusion_engine.dit import DiT
-from diffusion_engine.files import SHIPPED_MODEL, WEIGHTS, save_model, write_files
+from diffusion_engine.files import write_files
 from diffusion_engine.guidance import guided_velocity
+from diffusion_engine.model_folder import SHIPPED_MODEL, WEIGHTS, save_model
 from diffusion_engine.rectified_flow import integrate
 from diffusion_engine.text_conditioning import (
     PromptEmbeds,

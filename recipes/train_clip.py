@@ -21,8 +21,9 @@ import torch.nn.functional as F
 import typer
 from torch import Generator, Tensor, nn
 
-from diffusion_engine.files import SHIPPED_CLIP_MODEL, SHIPPED_MODEL, load_model, save_clip_model, write_files
+from diffusion_engine.files import write_files
 from diffusion_engine.guidance import guided_velocity
+from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL, SHIPPED_MODEL, load_model, save_clip_model
 from diffusion_engine.rectified_flow import integrate
 from diffusion_engine.text_conditioning import PromptEmbeds
 from diffusion_engine.training import EMA, TrainState, drop_condition, flow_matching_loss

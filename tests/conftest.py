@@ -41,7 +41,7 @@ def tiny_parts():
 @pytest.fixture(scope="session")
 def tiny_model(tiny_parts, tmp_path_factory) -> Path:
     """The folder; treat it as read-only."""
-    from diffusion_engine.files import save_model
+    from diffusion_engine.model_folder import save_model
 
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_model(folder, **tiny_parts, recommended={"guidance_scale": 3.0, "shift": 1.5, "height": 64, "width": 64})

@@ -11,17 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from diffusion_engine import EngineWarning, TextToVideo, files, load_clip_model
+from diffusion_engine import EngineWarning, TextToVideo, files, load_clip_model, request
 from diffusion_engine.cli import main
-from diffusion_engine.files import (
-    CLIP_SUFFIXES,
-    SHIPPED_CLIP_MODEL,
-    animation,
-    check_clip_folder,
-    read_clip_record,
-    save_clip,
-    save_clip_model,
-)
+from diffusion_engine.files import CLIP_SUFFIXES, animation, read_clip_record, save_clip
+from diffusion_engine.model_folder import CLIP_WEIGHTS, SHIPPED_CLIP_MODEL, check_clip_folder, save_clip_model
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.text_conditioning import TextEncoderConfig
 from diffusion_engine.video import TextRefiner, VideoDiT, VideoDiTConfig, VideoVAE, VideoVAEConfig
@@ -134,7 +127,7 @@ def test_guidance_switches_work_and_warnings_are_given(video):
 
 def test_pictures_have_one_frame(engine):
     with pytest.raises(ValueError, match="frames 5 is above 1; try 1"):
-        files.make_request(engine.config, "cat", frames=5)
+        request.make_request(engine.config, "cat", frames=5)
 
 
 # Files
@@ -340,4 +333,4 @@ def test_the_shipped_model_draws_what_it_was_asked_for():
     mass = [float((255 - np.asarray(f.convert("L"), float)).sum()) for f in result.clips[0]]
     first, last = centre[0] / mass[0], centre[-1] / mass[-1]
     assert first - last > 5  # pixels to the left
-    assert sum((SHIPPED_CLIP_MODEL / name).stat().st_size for name in files.CLIP_WEIGHTS.values()) <= 30e6
+    assert sum((SHIPPED_CLIP_MODEL / name).stat().st_size for name in CLIP_WEIGHTS.values()) <= 30e6

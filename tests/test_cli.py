@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from diffusion_engine import __version__, files
+from diffusion_engine import __version__, files, model_folder
 from diffusion_engine.cli import main
+from diffusion_engine.request import Switches
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -123,7 +124,7 @@ def test_every_switch_is_an_option_of_the_same_name(run):
 
     from diffusion_engine.cli import SWITCH_OPTIONS
 
-    assert list(SWITCH_OPTIONS) == [field.name for field in fields(files.Switches)]
+    assert list(SWITCH_OPTIONS) == [field.name for field in fields(Switches)]
 
 
 def test_profile_tells_bytes(run, here):
@@ -189,6 +190,8 @@ BAD = {
     "seeds running out": (["--seed", str(2**64 - 1), "--count", "2"], "64-bit"),
     "solver": (["--solver", "dpm"], "euler, heun, multistep"),
     "device": (["--device", "tpu"], "auto, cpu, cuda, mps"),
+    "device empty": (["--device", ""], "auto, cpu, cuda, mps"),
+    "dtype empty": (["--dtype", ""], "float32, bfloat16, float16"),
     "dtype": (["--dtype", "int8"], "float32, bfloat16, float16"),
     "count zero": (["--count", "0"], "try 1"),
     "folder missing": (["-o", "missing/a.png"], "does not exist"),
@@ -276,7 +279,7 @@ def test_a_damaged_model(run, here, tiny_model_folder, damage):
 def test_like_needs_the_model_that_drew_it(run, here, tiny_model_folder, tiny_parts):
     run("generate", "red apple", "-o", "a.png", "--steps", 2)
     other = {**tiny_parts, "vae": type(tiny_parts["vae"])(tiny_parts["vae"].config)}
-    files.save_model(tiny_model_folder, **other, recommended={})
+    model_folder.save_model(tiny_model_folder, **other, recommended={})
     code, _, err = run("generate", "--like", "a.png", "-o", "b.png", model=tiny_model_folder)
     assert code == 2 and one_line(err) and "was drawn by model" in err and not (here / "b.png").exists()
 
@@ -316,7 +319,7 @@ def test_a_nan_names_the_stage_and_writes_nothing(run, here, tiny_model_folder, 
 
     dit = copy.deepcopy(tiny_parts["dit"])
     dit.final.linear.bias.fill_(float("nan"))
-    files.save_model(tiny_model_folder, **{**tiny_parts, "dit": dit}, recommended={})
+    model_folder.save_model(tiny_model_folder, **{**tiny_parts, "dit": dit}, recommended={})
     code, out, err = run("generate", "red apple", "--trace", "t.gif", model=tiny_model_folder)
     assert (code, out) == (2, "") and one_line(err) and "denoise, step 1 of 28" in err
     assert list(here.iterdir()) == []
@@ -340,7 +343,7 @@ def test_an_interrupt_anywhere_ends_with_130(here, tiny_model, capsys, monkeypat
             patch.setattr(owner, name, interrupt)
             assert main(["generate", "red apple", "--steps", "1", "--model", str(tiny_model)]) == 130
         out, err = capsys.readouterr()
-        assert out == "" and "Traceback" not in err and "nothing was written" in err
+        assert out == "" and "Traceback" not in err and "no file was left half-written" in err
         assert list(here.iterdir()) == []
 
 

@@ -268,3 +268,13 @@ def test_bad_inputs_are_refused_in_words(place, wrong, words):
     arguments[place] = wrong
     with pytest.raises(ValueError, match=words):
         DiT(SMALL)(*arguments)
+
+
+@pytest.mark.parametrize("patch", [0, -2])
+def test_a_patch_below_one_is_refused(patch):
+    for call in (
+        lambda: patchify(torch.zeros(1, 4, 4, 4), patch),
+        lambda: unpatchify(torch.zeros(1, 4, 4), patch, (2, 2)),
+    ):
+        with pytest.raises(ValueError, match=f"patch {patch} is below 1; try 1"):
+            call()

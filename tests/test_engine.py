@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from diffusion_engine import EngineWarning, NotFiniteError, TextToImage, files
-from diffusion_engine.files import load_model
 from diffusion_engine.memory_manager import parse_bytes, weight_bytes
+from diffusion_engine.model_folder import load_model
 from diffusion_engine.optimizations import Accelerated, StepCache
 from diffusion_engine.pipeline import initial_noise
+from diffusion_engine.request import Switches, make_request
 from diffusion_engine.scheduler import SOLVERS, make_schedule
 
 STEPS = 4
@@ -150,6 +151,13 @@ def test_resume_takes_nothing_else(engine):
         engine(resume="yesterday")
 
 
+def test_a_run_resumes_only_where_it_began(engine, tiny_model):
+    stopped = draw(engine, "red apple", callback=lambda info: False)
+    other = TextToImage(load_model(tiny_model)._replace(fingerprint="0123456789abcdef"))
+    with pytest.raises(ValueError, match=f"run of model {engine.fingerprint} in float32, this engine is model 0123"):
+        other(resume=stopped)
+
+
 def test_threads_share_one_engine(tiny_model):
     engine = TextToImage.from_pretrained(tiny_model, device="cpu")
     jobs = [
@@ -210,6 +218,12 @@ def test_a_long_prompt_is_drawn_and_what_was_dropped_is_quoted(engine):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw(engine, "red apple", "blue")
+
+
+def test_a_very_long_prompt_is_not_quoted_whole(engine):
+    with pytest.warns(EngineWarning, match="dropped: .* … .*the end'") as caught:
+        draw(engine, "word " * 500 + "the end")
+    assert len(str(caught[0].message)) < 250
 
 
 def test_an_empty_prompt_draws(engine):
@@ -316,7 +330,7 @@ def test_what_must_be_equal_is_equal_in_every_combination(engine, other):
         if other.get("step_cache") and not switches["batched_cfg"]:
             continue  # a reused step is an approximation, and it may be another one
         result = engine(**prompts, **switches)
-        assert result.request.switches == files.Switches.of(switches | {"vae_overlap": 11})
+        assert result.request.switches == Switches.of(switches | {"vae_overlap": 11})
         first = next(iter(known.values()), result)
         assert (result.latents - first.latents).abs().max() < 1e-4, switches
         for mine, others in zip(result.images, first.images):
@@ -345,7 +359,7 @@ def test_the_record_repeats_the_switches_bit_for_bit(engine, options):
 def test_a_record_from_before_the_switches_is_read(engine):
     record = json.loads(draw(engine, "red apple").images[0].info[files.RECORD])
     del record["request"]["switches"]
-    assert files.request_of(record).switches == files.Switches()
+    assert files.request_of(record).switches == Switches()
 
 
 def test_switches_of_the_engine_and_of_the_call(tiny_model):
@@ -453,7 +467,7 @@ def test_profile_counts_bytes_and_no_time(engine):
 def test_a_budget_chooses_what_fits_and_is_kept(shipped_model):
     engine = TextToImage.from_pretrained(device="cpu")
     settings = {"prompt": "red apple", "num_images_per_prompt": 3, "num_inference_steps": 1}
-    request = files.make_request(engine.config, **settings)
+    request = make_request(engine.config, **settings)
     with pytest.raises(ValueError, match="cannot hold") as caught:
         engine(**settings, memory_budget="10 kB")
     least = re.search(r"try ([\d.]+ [kM]?B)", str(caught.value))[1]
@@ -463,7 +477,7 @@ def test_a_budget_chooses_what_fits_and_is_kept(shipped_model):
     weights = weight_bytes(engine.dit, engine.vae, engine.text_encoder)
     assert weights + max(tight.peak_bytes.values()) <= parse_bytes(least)
     assert (tight.latents - plain.latents).abs().max() < 1e-4
-    assert engine(**settings, memory_budget="2 GB").request.switches == files.Switches()
+    assert engine(**settings, memory_budget="2 GB").request.switches == Switches()
 
 
 @pytest.mark.parametrize("size", ["2 boxes", "", 0, -5, "GB"])

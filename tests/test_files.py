@@ -13,24 +13,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
-from diffusion_engine import files
-from diffusion_engine.files import (
-    Request,
-    check_output,
-    load_model,
-    make_request,
-    read_record,
-    save_picture,
-    write_files,
-)
+from diffusion_engine import files, model_folder, request
+from diffusion_engine.files import check_output, read_record, save_picture, write_files
+from diffusion_engine.model_folder import WEIGHTS, load_model
+from diffusion_engine.request import SOLVERS, Request, make_request
 
 CONFIG = {"dit": {"patch": 4}, "vae": {"factor": 4}, "recommended": {"guidance_scale": 5.0, "height": 48, "width": 64}}
 
 
 def test_names_of_solvers_are_the_schedulers():
-    from diffusion_engine.scheduler import SOLVERS
+    from diffusion_engine import scheduler
 
-    assert set(files.SOLVERS) == set(SOLVERS)
+    assert set(SOLVERS) == set(scheduler.SOLVERS)
 
 
 # Requests
@@ -94,7 +88,7 @@ def test_bad_settings_are_refused_with_the_nearest_valid_value(settings, says):
 def test_the_whole_number_that_an_error_suggests_is_valid(value, low, span):
     for given_as in (value, str(value), value + 0.5, float(value)):
         try:
-            assert files.whole_number("n", given_as, low, low + span) == value
+            assert request.whole_number("n", given_as, low, low + span) == value
         except ValueError as error:
             near = int(str(error).rpartition("try ")[2])
             assert low <= near <= low + span
@@ -103,10 +97,10 @@ def test_the_whole_number_that_an_error_suggests_is_valid(value, low, span):
 @given(st.integers(-200, 400))
 def test_a_suggested_size_can_be_drawn(side):
     try:
-        assert files.check_size("height", side, 16, 32, 128) == side and side % 16 == 0
+        assert request.check_size("height", side, 16, 32, 128) == side and side % 16 == 0
     except ValueError as error:
         for near in re.findall(r"\d+", str(error).partition("try ")[2]):
-            assert files.check_size("height", int(near), 16, 32, 128) == int(near)
+            assert request.check_size("height", int(near), 16, 32, 128) == int(near)
 
 
 def test_a_long_value_is_quoted_short():
@@ -213,7 +207,7 @@ def test_many_threads_may_write_one_file(tmp_path):
 @pytest.mark.parametrize("prompt", [{"red", "blue"}, {"red": 1}, b"red", 3])
 def test_prompts_are_a_text_or_a_list_of_texts(prompt):
     with pytest.raises(ValueError, match="nor a list of texts"):
-        files.texts("prompt", prompt)
+        request.texts("prompt", prompt)
 
 
 def test_pictures_without_a_record(tmp_path):
@@ -258,7 +252,7 @@ def test_an_untouched_copy_loads(tiny_model_folder, tiny_model):
     assert load_model(tiny_model_folder).fingerprint == load_model(tiny_model).fingerprint
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", *files.WEIGHTS.values()])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", *WEIGHTS.values()])
 @pytest.mark.parametrize("damage", ["missing", "empty", "half", "one byte short", "one byte more", "folder", "garbage"])
 def test_a_damaged_file_is_named(tiny_model_folder, name, damage):
     path = tiny_model_folder / name
@@ -281,7 +275,7 @@ def test_a_damaged_file_is_named(tiny_model_folder, name, damage):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*files.WEIGHTS.values(), "tokenizer.json"])
+@pytest.mark.parametrize("name", [*WEIGHTS.values(), "tokenizer.json"])
 def test_one_flipped_bit_is_seen(tiny_model_folder, name):
     data = bytearray((tiny_model_folder / name).read_bytes())
     place = data.rindex(b"a") if name == "tokenizer.json" else len(data) - 100
@@ -381,11 +375,11 @@ def test_no_folder():
 
 
 def test_looking_a_folder_over_finds_the_same_damage_without_loading(tiny_model_folder):
-    assert files.check_model_folder(tiny_model_folder)["recommended"]["guidance_scale"] == 3.0
+    assert model_folder.check_model_folder(tiny_model_folder)["recommended"]["guidance_scale"] == 3.0
     path = tiny_model_folder / "vae.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"vae\.safetensors is truncated"):
-        files.check_model_folder(tiny_model_folder)
+        model_folder.check_model_folder(tiny_model_folder)
 
 
 def test_the_shipped_model(shipped_model):
@@ -394,4 +388,4 @@ def test_the_shipped_model(shipped_model):
     size = sum(path.stat().st_size for path in shipped_model.iterdir())
     assert count > 5e6 and size < 31e6
     assert model.tokenizer.vocab_size <= model.text_encoder.config.vocab_size
-    assert Request(prompts=("red apple",), guidance_scale=files.recommended(model.config)["guidance_scale"])
+    assert Request(prompts=("red apple",), guidance_scale=request.recommended(model.config)["guidance_scale"])

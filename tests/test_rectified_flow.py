@@ -150,3 +150,15 @@ def test_straightness_knows_shape_and_pace():
     for wrong in (torch.zeros(1, 3), torch.zeros(4)):
         with pytest.raises(ValueError, match="expected"):
             straightness(wrong)
+
+
+@pytest.mark.parametrize("method", ["euler", "heun"])
+def test_a_velocity_that_only_broadcasts_is_refused(method):
+    with pytest.raises(ValueError, match="differ"):
+        integrate(lambda x, s: x[:1], torch.zeros(3, 2), [1.0, 0.0], method)
+
+
+def test_bytes_are_not_interpolated():
+    picture = torch.full((1, 3, 2, 2), 200, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="scale it to −1…1"):
+        interpolate(picture, picture, 0.5)

@@ -183,7 +183,10 @@ def test_the_two_readmes_agree():
     def skeleton(language: str) -> dict:
         content = READMES[language].read_text(encoding="utf-8")
         fenced = re.findall(r"^```\w*\n(.*?)^```", content, re.DOTALL | re.MULTILINE)
-        links = [re.sub(r"notebooks/(zh|en|playground\.(zh|en))", "notebooks/*", link) for link in re.findall(r"\]\(([^)\s]+)\)", content)]
+        links = [
+            re.sub(r"notebooks/(zh|en|playground\.(zh|en))", "notebooks/*", link)
+            for link in re.findall(r"\]\(([^)\s]+)\)", content)
+        ]
         return {
             "headings": [len(h) for h in re.findall(r"^(#+) ", content, re.MULTILINE)],
             "links": [link for link in links if not link.startswith("README")],
@@ -353,7 +356,7 @@ def test_the_layers_are_the_reading_order():
 
 def test_the_model_card_says_what_was_measured():
     """Rendered again from the committed JSON, not a byte differs."""
-    from diffusion_engine.files import SHIPPED_MODEL
+    from diffusion_engine.model_folder import SHIPPED_MODEL
     from recipes.model_card import render
 
     parts = [
@@ -367,7 +370,7 @@ def test_the_model_card_says_what_was_measured():
 
 
 def test_the_clip_model_card_says_what_was_measured():
-    from diffusion_engine.files import SHIPPED_CLIP_MODEL as folder
+    from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL as folder
     from recipes.clip_card import render
 
     parts = [json.loads((folder / f"{name}.json").read_text("utf-8")) for name in ("config", "quality", "training")]

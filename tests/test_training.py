@@ -342,6 +342,34 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         load_checkpoint(tmp_path / "none.pt", new_state())
 
 
+def test_a_checkpoint_of_another_optimizer_changes_nothing(tmp_path):
+    path = tmp_path / "x.pt"
+    save_checkpoint(path, new_state())
+    state = new_state()
+    half = list(state.model.parameters())
+    state.optimizer = torch.optim.AdamW([{"params": half[:2]}, {"params": half[2:]}])
+    before = [tensor.clone() for tensor in state.model.state_dict().values()]
+    with pytest.raises(ValueError, match="its optimizer differs"):
+        load_checkpoint(path, state)
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", ["every", "log_every"])
+def test_a_pace_below_one_is_refused(name):
+    state = new_state()
+    with pytest.raises(ValueError, match=f"{name} 0 is below 1; try 1"):
+        train(state, loss_of(state), 4, progress=False, **{name: 0})
+
+
+def test_a_model_that_only_broadcasts_is_refused():
+    prompts, data = (
+        PromptEmbeds(torch.zeros(2, 1, 4), torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 4)),
+        torch.zeros(2, 4),
+    )
+    with pytest.raises(ValueError, match="expected the data's shape"):
+        flow_matching_loss(lambda x, t, prompts: x[:1], data, prompts, seeded())
+
+
 @pytest.mark.parametrize("forgotten", ["optimizer", "ema", "step"])
 def test_forgetting_one_part_of_the_state_shows(tmp_path, forgotten):
     """Typical mistakes of resumable training: each keeps all shapes and trains on happily."""
@@ -387,7 +415,7 @@ def options_for(recipe, folder, **changes):
 
 
 def test_all_stages_resume_bit_identically_and_export(recipe, tmp_path):
-    from diffusion_engine.files import load_model
+    from diffusion_engine.model_folder import load_model
 
     whole, cut = options_for(recipe, tmp_path / "whole"), options_for(recipe, tmp_path / "cut")
     for name, run in recipe.RUN.items():

@@ -358,3 +358,11 @@ def test_blocks_begin_as_the_identity():
     torch.manual_seed(0)
     x = randn(2, 8, 5, 7).float()
     assert torch.equal(ResBlock(8)(x), x)
+
+
+def test_psnr_compares_like_with_like():
+    picture = torch.zeros(2, 3, 4, 4)
+    with pytest.raises(ValueError, match="differ in shape"):
+        psnr(picture, picture[:1])
+    with pytest.raises(ValueError, match="bytes / 127.5 − 1"):
+        psnr(picture.to(torch.uint8), picture.to(torch.uint8))

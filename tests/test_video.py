@@ -12,7 +12,7 @@ from torch import nn
 
 from diffusion_engine.attention import SelfAttention, apply_rope, axial_rope, grid_positions
 from diffusion_engine.dit import patchify
-from diffusion_engine.files import SHIPPED_CLIP_MODEL
+from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL
 from diffusion_engine.text_conditioning import PromptEmbeds, TextEncoderConfig
 from diffusion_engine.video import (
     CausalConv3d,

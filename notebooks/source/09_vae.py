@@ -382,7 +382,15 @@ def vae_loss(vae: VAE, images: Tensor, noise: Tensor, kl_weight: float = 1e-3) -
 
 
 def psnr(images: Tensor, reference: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each picture, −10 log10 mean((a − b)² / 4) in dB, values in −1…1: (B, …) → (B,)."""
+    """Peak signal-to-noise ratio of each picture, −10 log10 mean((a − b)² / 4) in dB, values in −1…1: (B, …) → (B,).
+
+    Raises:
+        ValueError: shapes differ, or whole numbers (bytes, say) in place of −1…1.
+    """
+    if images.shape != reference.shape:
+        raise ValueError(f"images {tuple(images.shape)} and reference {tuple(reference.shape)} differ in shape")
+    if not (images.is_floating_point() and reference.is_floating_point()):
+        raise ValueError(f"images are {images.dtype}, {reference.dtype}; expected floats in −1…1: bytes / 127.5 − 1")
     error = ((images.clamp(-1, 1) - reference) / 2).square().flatten(1).mean(dim=1)
     return -10 * error.clamp_min(1e-10).log10()
 

@@ -181,7 +181,7 @@ assert storages((y, y[1:])).keys() == storages(y).keys() != storages(weight).key
 import itertools
 import os
 from course.figures import COLORS, plt, show
-from diffusion_engine.files import load_model
+from diffusion_engine.model_folder import load_model
 from diffusion_engine.text_conditioning import encode_prompt, stack_prompts
 
 model, words = load_model(), ["red apple", "火箭"]

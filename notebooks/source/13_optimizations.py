@@ -57,7 +57,7 @@ from functools import partial
 
 from course.figures import COLORS, plt, show
 from diffusion_engine.attention import attention
-from diffusion_engine.files import load_model
+from diffusion_engine.model_folder import load_model
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.memory_manager import LatentBuffer, LiveBytes
 from diffusion_engine.pipeline import denoise, initial_noise
@@ -237,19 +237,24 @@ fig, ax = plt.subplots(figsize=(6.4, 2.9))
 intensity = [2.0**k for k in range(-3, 11)]
 ax.plot(intensity, [roofline(i, peak, bandwidth) for i in intensity], color="black", lw=1, label="roof of this machine")
 for side in (1, 2, 4, 16):
-    patches, half_way = torch.randn(1, 4, 4 * side, 4 * side), torch.tensor([500.0])
+    patches = torch.randn(1, 4, 4 * side, 4 * side)
     with torch.no_grad():
-        (seconds,) = measure(lambda p=patches: plain(p, half_way, apple))
+        (seconds,) = measure(lambda p=patches: plain(p, torch.tensor([500.0]), apple))
     words = apple.tokens.shape[1]
     rate = flop_count(dit.config, (side, side), words) / seconds.median / 1e9
     ax.plot(weight_intensity(dit.config, (side, side), words), rate, "o", color=COLORS[0], ms=5)
     place = weight_intensity(dit.config, (side, side), words), rate
     ax.annotate(f"{side * side} patches", place, (5, -9), textcoords="offset points", fontsize=7)
 ax.axvline(0.5, color=COLORS[1], lw=1, ls="--", label="decoding one token")
-ax.set(title="Decoding would starve, the DiT computes", xscale="log", yscale="log", xlabel="operations a byte of weights")
+ax.set(
+    title="Decoding would starve, the DiT computes", xscale="log", yscale="log", xlabel="operations a byte of weights"
+)
 ax.set_ylabel("GFLOP/s")
 ax.legend()
-show(fig, alt="A roofline: the DiT moves towards the flat roof as patches grow; decoding one token stands far on the slope")
+show(
+    fig,
+    alt="A roofline: the DiT moves towards the flat roof as patches grow; decoding one token stands far on the slope",
+)
 
 # %% [markdown] lang="zh"
 # 屋顶线和圆点都是刚在你的机器上量的。自回归解码每步只算一个词元（token），卡在搬权重的斜坡上；DiT 一次算几百个词元，撞的是算力的平顶。所以键值缓存救前者，救不了后者。

@@ -57,7 +57,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from course.clips import play
 from course.figures import show
 from diffusion_engine.attention import apply_rope
-from diffusion_engine.files import SHIPPED_CLIP_MODEL, load_model
+from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL, load_model
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.pipeline import generate, initial_noise
 from diffusion_engine.scheduler import make_schedule

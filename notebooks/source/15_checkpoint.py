@@ -802,7 +802,7 @@ for dtype, finite in ((torch.float16, False), (torch.bfloat16, True)):
 
 # %% tags=["solution"]
 # 3 · the names are ours already, so each stands for itself
-from diffusion_engine.files import SHIPPED_MODEL
+from diffusion_engine.model_folder import SHIPPED_MODEL
 
 file = SHIPPED_MODEL / "dit.safetensors"
 own, contents = DiT(), {name: Source(file, **entry) for name, entry in read_header(file).items()}

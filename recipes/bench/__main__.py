@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from diffusion_engine.files import one_of, write_files
+from diffusion_engine.files import write_files
+from diffusion_engine.request import one_of
 from recipes.bench import SECTIONS
 
 NOTES = Path(__file__).resolve().parents[2] / "notes"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from diffusion_engine.files import SHIPPED_MODEL, TOKENIZER, WEIGHTS
+from diffusion_engine.model_folder import SHIPPED_MODEL, TOKENIZER, WEIGHTS
 from diffusion_engine.optimizations import Timing, amdahl
 from diffusion_engine.optimizations import measure as take_turns
 from diffusion_engine.text_conditioning import encode_prompt

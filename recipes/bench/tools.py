@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from diffusion_engine import TextToImage, __version__
-from diffusion_engine.files import Model, load_model, recommended
+from diffusion_engine.model_folder import Model, load_model
 from diffusion_engine.optimizations import Timing, measure
 from diffusion_engine.pipeline import initial_noise
+from diffusion_engine.request import recommended
 from diffusion_engine.text_conditioning import PromptEmbeds, encode_prompt, stack_prompts
 
 PROMPT, STEPS, GEMM = "red apple", 28, 2048
