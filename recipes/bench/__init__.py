@@ -14,5 +14,6 @@ SECTIONS = {  # name → module, in the order of the report
     "picture": "recipes.bench.picture",
     "diffusers": "recipes.bench.blocks",
     "optimizations": "recipes.bench.optimizations",
+    "reference": "recipes.bench.reference",
     "minivllm": "recipes.bench.minivllm",
 }
