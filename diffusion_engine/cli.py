@@ -539,23 +539,30 @@ def info(
     _table(rows)
 
 
-REFERENCES = ("sd3", "flux", "sana")  # families that diffusion_engine.reference.run draws
+PICTURE_FAMILIES = ("sd3", "flux", "sana")  # what diffusion_engine.reference.run draws
+CLIP_FAMILIES = ("wan", "ltx", "cogvideox", "hunyuan_video")
 
 
 @commands.command()
 def reference(
-    family: Annotated[str | None, typer.Argument(help=f"{', '.join(REFERENCES)}.", show_default=False)] = None,
+    family: Annotated[
+        str | None, typer.Argument(help=f"{', '.join(PICTURE_FAMILIES + CLIP_FAMILIES)}.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="PATH_OR_ID", help="A folder or a hub id.  [default: the family's own]")
     ] = None,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to draw.")] = "a red apple on a wooden table",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("picture.png"),
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write.  [default: picture.png, or clip.gif; also .webp, .mp4]"),
+    ] = None,
     negative: Annotated[str, typer.Option(metavar="TEXT", help="What to steer away from.")] = "",
     steps: Annotated[str | None, typer.Option(metavar="N", help="[default: the family's]")] = None,
     guidance: Annotated[str | None, typer.Option(metavar="W", help="[default: the family's]")] = None,
     seed: Annotated[str, typer.Option(metavar="N", help="A whole number.")] = "0",
-    height: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: 1024]")] = None,
-    width: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: 1024]")] = None,
+    height: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: the family's]")] = None,
+    width: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: the family's]")] = None,
+    frames: Annotated[str | None, typer.Option(metavar="N", help="Of a clip.  [default: the family's]")] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}.")] = "auto",
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help="[default: bfloat16; float32 with --tiny]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the cache.")] = False,
@@ -567,23 +574,27 @@ def reference(
     tiny: Annotated[bool, typer.Option("--tiny", help="Very small random weights, made on the spot.")] = False,
     families: Annotated[bool, typer.Option("--list", help="Families, bytes needed, and what runs here.")] = False,
 ) -> None:
-    """Draw with a real family, SD3, FLUX or Sana, its text encoders and VAE borrowed from diffusers."""
+    """Draw with a real family, its text encoders and VAE borrowed from diffusers: pictures with SD3, FLUX and Sana, clips
+    with Wan, LTX, CogVideoX and HunyuanVideo."""
     from importlib.util import find_spec
 
+    given = {"height": height, "width": width, "frames": frames}
+    sides = {name: whole_number(name, value, 1, 2**16) for name, value in given.items() if value is not None}
     if families:
-        from diffusion_engine.reference.run import list_families
+        from diffusion_engine.reference.run import Order, list_families
 
-        for row in list_families(*(whole_number("side", side or 1024, 1, 2**16) for side in (height, width))):
+        for row in list_families(Order(**sides)):
             _table(row)
             print()
         return
-    one_of("family", family or "(none)", REFERENCES)
-    sides = {name: whole_number(name, side, 1, 2**16) for name, side in (("height", height), ("width", width)) if side}
-    sides = ({"height": 64, "width": 96} if tiny else {}) | sides
+    one_of("family", family or "(none)", PICTURE_FAMILIES + CLIP_FAMILIES)
+    is_clip = family in CLIP_FAMILIES
+    if tiny:
+        sides = {"height": 64, "width": 96, "frames": 9 if is_clip else 1} | sides
     asked = {"steps": None if steps is None else whole_number("steps", steps, 1, 1000)}
     asked |= {"guidance": None if guidance is None else real_number("guidance", guidance, near=4)}
     asked |= {"seed": whole_number("seed", seed, 0, 2**32 - 1), "prompt": prompt, "negative": negative} | sides
-    check_output(output, ".png")
+    output = check_output(output or ("clip.gif" if is_clip else "picture.png"), CLIP_SUFFIXES if is_clip else ".png")
     dtype = one_of("dtype", ("float32" if tiny else "bfloat16") if dtype is None else dtype, DTYPES)
     if find_spec("diffusers") is None or find_spec("transformers") is None:
         raise ValueError("diffusers and transformers are not installed; try pip install diffusers transformers")
@@ -614,28 +625,40 @@ def _reference(family, model, asked, output, where, download, offload, profile, 
     from diffusion_engine.engine import choose_device
     from diffusion_engine.memory_manager import format_bytes
     from diffusion_engine.reference import run
+    from diffusion_engine.reference.families import FAMILIES
 
     with tempfile.TemporaryDirectory() as room, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder = run.write_tiny(family, room) if tiny else run.find_pipeline(model or run.FACTS[family].hub, download)
+        folder = (
+            run.write_tiny(family, room) if tiny else run.find_pipeline(model or FAMILIES[family].facts.hub, download)
+        )
         device, order = choose_device(where[0]), run.Order(**asked)
         parts = run.Parts(folder, family, device, getattr(torch, where[1]), offload)
         if not parts.has_encoders:
             _say("note", "the folder has no text encoders: prompt embeddings are drawn from the prompt's hash")
-        total = order.within(run.RECIPES[family]).steps
+        total = order.within(FAMILIES[family]).steps
         with tqdm(total=total, desc=family, leave=False, disable=not sys.stderr.isatty()) as bar:
             result = run.draw(parts, order, callback=lambda info: bar.update() and None)
-        contents = {output: png(result.images[0])}
+        frame_time = round(1000 / FAMILIES[family].fps)
+        is_clip, suffix = FAMILIES[family].is_clip, output.suffix.lower()
+        contents = {output: animation(result.images, suffix, frame_time) if is_clip else png(result.images[0])}
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
         _say("drawn", f"latents {tuple(result.latents.shape)}, {total} steps on {device} in {where[1]}: {stages}")
+        text, (_, tokens) = (
+            run.encode(parts, (order.prompt, ""))[0],
+            run.latent_shape(parts, order.within(parts.family)),
+        )
+        pictures = f"{len(result.images)} of {result.images[0].size}"
+        flow = f"text {tuple(text.tokens.shape)}, latents {tuple(result.latents.shape)}, {tokens} tokens, pictures {pictures}"
+        _say("shapes", flow)
         if profile:
             measured = run.profile(parts, order)
             contents[output.with_suffix(".svg")] = run.profile_picture(measured).encode()
             peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, (_, count) in measured.items())
             _say("peak", f"{peaks}, above what was loaded before")
         if compare:
-            latents, (picture,) = run.draw_theirs(parts, order)
-            levels = np.abs(np.asarray(picture, int) - np.asarray(result.images[0], int)).max()
+            latents, pictures = run.draw_theirs(parts, order)
+            levels = max(np.abs(np.subtract(a, b, dtype=int)).max() for a, b in zip(pictures, result.images))
             off = (latents - result.latents).abs().max()
             _say("compare", f"largest difference to diffusers: latents {off:.1e}, picture {levels} of 255 levels")
     write_files(contents)

@@ -105,8 +105,9 @@ class ConvFeedForward(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        h = F.silu(self.expand(x)).mT.unflatten(-1, grid)  # (B, 2·hidden, h, w)
-        value, gate = self.depthwise(h).flatten(2).mT.chunk(2, dim=-1)
+        x = F.silu(self.expand(x)).mT.unflatten(-1, grid)  # (B, 2·hidden, h, w)
+        x = self.depthwise(x)  # one name: what was expanded is let go
+        value, gate = x.flatten(2).mT.chunk(2, dim=-1)
         return self.out(value * F.silu(gate))
 
 

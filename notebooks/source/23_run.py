@@ -16,16 +16,16 @@
 #
 # | 你会做出 | 你需要 | 时间 | 模块 |
 # | --- | --- | --- | --- |
-# | 借来的零件、一条循环、用完就放、与 diffusers 对照、账本 | 第 08、10、12 章，第 15–18 章的家族 | 40 分钟 | `diffusion_engine/reference/run.py` |
+# | 借来的零件、一条循环、用完就放、与 diffusers 对照、账本 | 第 08、10、12 章，第 15–22 章的家族 | 40 分钟 | `diffusion_engine/reference/run.py` |
 
-# %% [markdown] lang="en" twin="42f1c05a"
+# %% [markdown] lang="en" twin="30b4bcf6"
 # # 23 · Whole pipelines: run them, measure them
 #
 # After this chapter real families go from prompt to picture: loop, schedule, guidance and transformer are yours, text encoders and VAE are borrowed from diffusers; and the result agrees with its pipeline.
 #
 # | You build | You need | Time | Module |
 # | --- | --- | --- | --- |
-# | borrowed parts, one loop, parts let go after use, a comparison with diffusers, the books | chapters 08, 10, 12, the families of chapters 15–18 | 40 minutes | `diffusion_engine/reference/run.py` |
+# | borrowed parts, one loop, parts let go after use, a comparison with diffusers, the books | chapters 08, 10, 12, the families of chapters 15–22 | 40 minutes | `diffusion_engine/reference/run.py` |
 
 # %% [markdown] lang="zh"
 # **先想一想**：FLUX 的变换器 24 GB，文本编码器近 10 GB，VAE 不到 1 GB。内存只有 28 GB，还能跑吗？写下你的办法，再写下它多花的时间花在哪里。
@@ -39,22 +39,18 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from diffusion_engine.dit import unpatchify
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.memory_manager import PeakMeter, format_bytes
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
-from diffusion_engine.reference.flux import Flux
-from diffusion_engine.reference.sana import Sana
-from diffusion_engine.reference.sd3 import SD3
-from diffusion_engine.scheduler import Schedule
+from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
 from diffusion_engine.text_conditioning import PromptEmbeds
 
 # %% tags=["hide"]
@@ -83,87 +79,33 @@ show(
 # %% [markdown] lang="zh"
 # ## 各家的规矩
 #
-# 变换器之外，家族之间只差几条规矩：噪声表从哪张格子开始、默认几步、引导怎么给、补位要不要遮。写成一张表，循环就只有一份。
+# 变换器之外，七个家族只差几条规矩：几步、引导怎么给、补位要不要遮、一个潜变量管几帧几像素。规矩写在 `families.py`，一家一个类，只写与众不同的地方；循环就只有一份。
 
-# %% [markdown] lang="en" twin="c979797e"
+# %% [markdown] lang="en" twin="f2e2c976"
 # ## House rules
 #
-# Outside the transformer, families differ in a few rules only: which grid the schedule begins with, how many steps, how guidance is given, whether padding is hidden. Put into a table, one loop is enough.
+# Outside the transformer, seven families differ in a few rules only: how many steps, how guidance is given, whether padding is hidden, how many frames and pixels a latent covers. They stand in `families.py`, one class a family that says only what is out of the ordinary; one loop is enough.
 
+# %%
+for name, family in FAMILIES.items():
+    size = f"{family.frames} × {family.height} × {family.width}"
+    guidance, padding = "an input" if family.embedded else "outside", "hidden" if family.masked else "seen"
+    print(f"{name:14}{size:17}{family.steps} steps  guidance {guidance:9} padding {padding}")
 
-# %% tags=["export"]
-class Recipe(NamedTuple):
-    """What a family's pipeline does around its transformer.
-
-    Args:
-        kind: our transformer. pipeline, transformer: diffusers' classes. grid: base grid of its schedule, see `make_schedule`. steps, guidance: its defaults.
-        masked: whether the transformer is told which text tokens are padding.
-        embedded: guidance is fed to the network, which then runs once a step.
-    """
-
-    kind: type
-    pipeline: str
-    transformer: str
-    grid: str
-    steps: int
-    guidance: float
-    masked: bool = False
-    embedded: bool = False
-
-
-RECIPES = {
-    "sd3": Recipe(SD3, "StableDiffusion3Pipeline", "SD3Transformer2DModel", "double", 28, 7.0),
-    "flux": Recipe(Flux, "FluxPipeline", "FluxTransformer2DModel", "even", 28, 3.5, embedded=True),
-    "sana": Recipe(Sana, "SanaPipeline", "SanaTransformer2DModel", "double", 20, 4.5, masked=True),
-}
+# %% tags=["check"]
+assert list(FAMILIES) == ["sd3", "flux", "sana", "wan", "ltx", "cogvideox", "hunyuan_video"]
+assert [name for name, family in FAMILIES.items() if family.embedded] == ["flux", "hunyuan_video"]
+assert [family.is_clip for family in FAMILIES.values()] == [False] * 3 + [True] * 4
 
 # %% [markdown] lang="zh"
 # ## 一个很小的世界
 #
-# 真实的权重和分词器这里都下载不到。于是让 diffusers 写下三个很小的流水线文件夹，权重随机；提示词嵌入由文字的哈希值抽出：数据流是真的，词义不是。有权重的机器上，同样的代码读同样格式的文件夹。
+# 真实的权重和分词器这里都下载不到。于是让 diffusers 写下七个很小的流水线文件夹，权重随机；提示词嵌入由文字的哈希值抽出：数据流是真的，词义不是。有权重的机器上，同样的代码读同样格式的文件夹。
 
-# %% [markdown] lang="en" twin="8bc6be58"
+# %% [markdown] lang="en" twin="7f973a45"
 # ## A very small world
 #
-# Neither real weights nor tokenizers can be fetched here. So diffusers writes three very small pipeline folders with random weights, and prompt embeddings are drawn from the text's hash: the flow of data is real, the meaning of words is not. On a machine with weights the same code reads folders of the same kind.
-
-
-# %% tags=["export", "hide"]
-KL = {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
-KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-DC = {"latent_channels": 4, "attention_head_dim": 4, "upsample_block_type": "interpolate", "decoder_act_fns": "silu"}
-for side in ("encoder", "decoder"):
-    DC |= {f"{side}_block_types": "ResBlock", f"{side}_block_out_channels": (8, 8, 8)}
-    DC |= {f"{side}_layers_per_block": (1, 1, 1), f"{side}_qkv_multiscales": ((), (), ())}
-
-# %% tags=["export", "hide"]
-TINY = {  # family → our config's entries, the VAE's class and entries, the scheduler's entries
-    "sd3": (
-        {"sample_size": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 4}
-        | {"out_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 24, "caption_projection_dim": 64}
-        | {"pos_embed_max_size": 12, "qk_norm": "rms_norm", "dual_attention_layers": [0]},
-        ("AutoencoderKL", KL | {"scaling_factor": 1.5305, "shift_factor": 0.0609}),
-        {"shift": 3.0},
-    ),
-    "flux": (
-        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
-        | {
-            "num_attention_heads": 4,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 24,
-            "axes_dims_rope": [4, 6, 6],
-        },
-        ("AutoencoderKL", KL | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
-        {"use_dynamic_shifting": True},
-    ),
-    "sana": (
-        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2}
-        | {"num_cross_attention_heads": 3, "cross_attention_head_dim": 16, "cross_attention_dim": 48}
-        | {"caption_channels": 24, "sample_size": 8},
-        ("AutoencoderDC", DC | {"scaling_factor": 0.41407}),
-        {"shift": 3.0},
-    ),
-}
+# Neither real weights nor tokenizers can be fetched here. So diffusers writes seven very small pipeline folders with random weights, and prompt embeddings are drawn from the text's hash: the flow of data is real, the meaning of words is not. On a machine with weights the same code reads folders of the same kind.
 
 
 # %% tags=["export", "hide"]
@@ -173,19 +115,20 @@ def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
     Raises:
         ValueError: an unknown family.
     """
-    if name not in TINY:
-        raise ValueError(f"family {name!r} is unknown; try {', '.join(TINY)}")
+    if name not in FAMILIES:
+        raise ValueError(f"family {name!r} is unknown; try {', '.join(FAMILIES)}")
     import diffusers
 
-    sizes, (vae_kind, vae_sizes), scheduling = TINY[name]
-    kind = getattr(diffusers, RECIPES[name].pipeline)
+    diffusers.utils.logging.set_verbosity_error()  # it complains of every part that is absent
+    family = FAMILIES[name]
+    kind, (sizes, vae_sizes, scheduling) = getattr(diffusers, family.pipeline), family.tiny
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = getattr(diffusers, RECIPES[name].transformer)(**sizes)
-        vae = getattr(diffusers, vae_kind)(**vae_sizes)
+        net = getattr(diffusers, family.transformer)(**sizes)
+        vae = getattr(diffusers, family.vae)(**vae_sizes)
         for weight in net.requires_grad_(False).parameters():  # a fresh one has zeros, which hide faults
             weight.copy_(torch.randn(weight.shape) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
-    made = {"transformer": net, "vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**scheduling)}
+    made = {"transformer": net, "vae": vae, "scheduler": getattr(diffusers, family.scheduler)(**scheduling)}
     names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
     kind(**dict.fromkeys(names) | made).save_pretrained(folder)
     return Path(folder)
@@ -195,7 +138,7 @@ def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
 import tempfile
 
 room = tempfile.TemporaryDirectory()
-folders = {name: write_tiny(name, Path(room.name) / name) for name in TINY}
+folders = {name: write_tiny(name, Path(room.name) / name) for name in FAMILIES}
 again = write_tiny("sd3", Path(room.name) / "again")
 for part in ("transformer", "vae"):
     mine, same = (next((home / part).glob("*.safetensors")).read_bytes() for home in (folders["sd3"], again))
@@ -231,7 +174,13 @@ class Parts:
     """
 
     def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload: bool = False):
-        self.folder, self.name, self.device, self.dtype, self.offload = Path(folder), name, device, dtype, offload
+        self.folder, self.family, self.device, self.dtype, self.offload = (
+            Path(folder),
+            FAMILIES[name],
+            device,
+            dtype,
+            offload,
+        )
         self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
@@ -246,7 +195,7 @@ class Parts:
 
     def _load(self, part: str) -> Any:
         if part == "transformer":
-            return load(RECIPES[self.name].kind, self.folder / "transformer", self.device, self.dtype)
+            return load(self.family.kind, self.folder / "transformer", self.device, self.dtype)
         if part == "encoders":
             return borrow_pipeline(self, transformer=None, vae=None)
         from diffusers import AutoModel
@@ -267,7 +216,7 @@ def borrow_pipeline(parts: Parts, **given: Any) -> Any:
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    kind = getattr(diffusers, RECIPES[parts.name].pipeline)
+    kind = getattr(diffusers, parts.family.pipeline)
     names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
     absent = {name: None for name in names if not (parts.folder / name).is_dir()} | given
     pipe = kind.from_pretrained(parts.folder, **absent, torch_dtype=parts.dtype, local_files_only=True)
@@ -292,37 +241,13 @@ def find_pipeline(model: str | Path, download: bool = False) -> Path:
     return find_folder(model).parent
 
 
-def decode(vae: nn.Module, latents: Tensor) -> Tensor:
-    """Latents (B, C, h, w) → images (B, 3, H, W) in −1 … 1: vae.decode(latents / scale + shift)."""
-    shift = getattr(vae.config, "shift_factor", None) or 0.0
-    return vae.decode((latents / vae.config.scaling_factor + shift).to(vae.dtype), return_dict=False)[0].float()
-
-
-# %% tags=["export", "hide"]
-def encode_prompt(pipe: Any, name: str, prompt: str, negative: str, device) -> tuple[PromptEmbeds, PromptEmbeds | None]:
-    """Prompt and negative prompt through the pipeline's own text encoders."""
-    if name == "sd3":
-        text, no_text, pooled, no_pooled = pipe.encode_prompt(prompt, None, None, device, negative_prompt=negative)
-        return words(text, None, pooled), words(no_text, None, no_pooled)
-    if name == "flux":
-        text, pooled, _ = pipe.encode_prompt(prompt, None, device)
-        return words(text, None, pooled), None
-    text, mask, no_text, no_mask = pipe.encode_prompt(prompt, True, negative, device=device)
-    return words(text, mask), words(no_text, no_mask)
-
-
-def words(text: Tensor, mask: Tensor | None = None, pooled: Tensor | None = None) -> PromptEmbeds:
-    """`PromptEmbeds` with every token real, or with nothing pooled, where a family has no use for it."""
-    mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
-    return PromptEmbeds(text, mask, text[:, 0, :0] if pooled is None else pooled)
-
-
 # %% tags=["export"]
 def drawn_prompt(model: nn.Module, text: str, tokens: int = 7) -> PromptEmbeds:
     """Embeddings drawn from the text's hash, for a folder without text encoders: the data flow is real, the words not."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     rng, config = torch.Generator().manual_seed(seed), model.config
-    width = getattr(config, "joint_attention_dim", None) or config.caption_channels
+    names = ("joint_attention_dim", "caption_channels", "text_embed_dim", "text_dim")
+    width = next(getattr(config, name) for name in names if hasattr(config, name))
     pooled = getattr(config, "pooled_projection_dim", 0)
     return words(torch.randn(1, tokens, width, generator=rng), None, torch.randn(1, pooled, generator=rng))
 
@@ -336,9 +261,8 @@ assert parts.modules() == [vae]  # the transformer was let go
 
 # %% tags=["check"]
 z = torch.randn(1, 4, 4, 6, generator=torch.Generator().manual_seed(0))
-assert torch.allclose(
-    decode(vae, z), vae.decode(z / 1.5305 + 0.0609).sample, atol=1e-6
-)  # first the scale, then the shift
+decoded = vae.decode(z / 1.5305 + 0.0609).sample  # first the scale, then the shift
+assert torch.allclose(FAMILIES["sd3"].decode(vae, z), decoded, atol=1e-6)
 
 # %% [markdown] lang="zh"
 # ## 一张订单
@@ -361,40 +285,50 @@ class Order:
     seed: int = 0
     steps: int | None = None
     guidance: float | None = None
-    height: int = 1024
-    width: int = 1024
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
 
-    def within(self, recipe: Recipe) -> "Order":
-        """The same with the recipe's steps and guidance where none were given."""
-        return replace(
-            self,
-            steps=recipe.steps if self.steps is None else self.steps,
-            guidance=recipe.guidance if self.guidance is None else self.guidance,
-        )
+    def within(self, family: Family) -> "Order":
+        """The same with the family's own where nothing was given."""
+        return replace(self, **{f.name: getattr(family, f.name) for f in fields(self) if getattr(self, f.name) is None})
 
 
 # %% tags=["export"]
-def latent_shape(folder: Path, name: str, height: int, width: int) -> tuple[int, int, int, int]:
-    """(C, h, w) of the latents, and the patch: what the configurations of transformer and VAE say.
+def latent_shape(parts: Parts, order: Order) -> tuple[tuple[int, ...], int]:
+    """(C, h, w) or (C, T, h, w) of the latents, and their number of tokens, as transformer's and VAE's configurations say.
 
     Raises:
-        ValueError: a side that is no multiple of what the family draws.
+        ValueError: a side or a number of frames that the family does not draw; names the nearest.
     """
-    config, vae = (read_json(folder / part / "config.json") for part in ("transformer", "vae"))
-    packed = 2 if name == "flux" else 1
-    factor = 2 ** (len(vae.get("block_out_channels") or vae["encoder_block_out_channels"]) - 1)
-    unit = factor * packed * config["patch_size"]
-    for side, pixels in (("height", height), ("width", width)):
+    config, vae = (read_json(parts.folder / part / "config.json") for part in ("transformer", "vae"))
+    (time, side), packed, patch = parts.family.factors(vae), parts.family.packed, config.get("patch_size", 1)
+    patch = patch[-1] if isinstance(patch, list) else patch
+    unit = side * packed * patch
+    for name, pixels in (("height", order.height), ("width", order.width)):
         if pixels < unit or pixels % unit:
-            raise ValueError(f"{side} {pixels} is not a multiple of {unit}; try {max(1, round(pixels / unit)) * unit}")
-    return config["in_channels"] // packed**2, height // factor, width // factor, packed * config["patch_size"]
+            near = max(1, round(pixels / unit)) * unit
+            raise ValueError(f"{name} {pixels} is not a multiple of {unit}; try {near}")
+    if order.frames > 1 and not parts.family.is_clip:
+        raise ValueError(f"frames {order.frames} are too many for a family that draws pictures; try 1")
+    if (order.frames - 1) % time:
+        below = (order.frames - 1) // time * time + 1
+        raise ValueError(f"{order.frames} frames are not {time}k + 1; try {below} or {below + time}")
+    grid = ((order.frames - 1) // time + 1, order.height // side, order.width // side)
+    tokens = grid[0] * grid[1] * grid[2] // (packed * patch) ** 2
+    return (config["in_channels"] // packed**2, *grid[0 if parts.family.is_clip else 1 :]), tokens
 
 
 # %% tags=["check"]
-assert latent_shape(folders["sd3"], "sd3", 64, 96) == (4, 8, 12, 2)
-assert latent_shape(folders["flux"], "flux", 64, 96) == (4, 8, 12, 2)  # packed in the loop, not in the latents
-assert latent_shape(folders["sana"], "sana", 64, 96) == (4, 16, 24, 1)
-assert Order(steps=3).within(RECIPES["flux"]) == Order(steps=3, guidance=3.5)  # what is given stays
+small = Order(steps=4, height=64, width=96)
+sizes = {name: latent_shape(Parts(folder, name), replace(small, frames=1)) for name, folder in folders.items()}
+assert sizes["sd3"] == sizes["flux"] == ((4, 8, 12), 24)  # FLUX folds in the loop, not in the latents
+assert sizes["sana"] == ((4, 16, 24), 384) and sizes["wan"] == sizes["cogvideox"] == ((4, 1, 8, 12), 24)
+assert latent_shape(Parts(folders["ltx"], "ltx"), replace(small, frames=17)) == (
+    (8, 3, 2, 3),
+    18,
+)  # 8 frames, 32 pixels
+assert small.within(FAMILIES["flux"]) == replace(small, guidance=3.5, frames=1)  # what is given stays
 
 # %% [markdown] lang="zh"
 # ## 循环
@@ -411,21 +345,20 @@ assert Order(steps=3).within(RECIPES["flux"]) == Order(steps=3, guidance=3.5)  #
 def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, PromptEmbeds | None]:
     """Prompt and negative prompt, by the folder's text encoders or, where it has none, by `drawn_prompt`."""
     if parts.has_encoders:
-        return encode_prompt(parts.get("encoders"), parts.name, *prompts, parts.device)
+        return parts.family.encode(parts.get("encoders"), *prompts, parts.device)
     drawn = [drawn_prompt(parts.get("transformer"), text) for text in prompts]
     return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
 
 
 def network(parts: Parts, guidance: float) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
     """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside."""
-    masked = RECIPES[parts.name].masked
+    family, vae = parts.family, read_json(parts.folder / "vae" / "config.json")
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
-        embedded = getattr(net, "guidance_in", None) is not None
-        extra = {"guidance": torch.full((len(x),), guidance, device=x.device)} if embedded else {}
         text, pooled = prompt.tokens.to(parts.dtype), prompt.pooled.to(parts.dtype)
-        return net(x.to(parts.dtype), t, text, prompt.mask if masked else None, pooled, **extra).float()
+        mask, extra = prompt.mask if family.masked else None, family.extra(net, x, guidance, vae)
+        return family.network(net, parts.folder)(x.to(parts.dtype), t, text, mask, pooled, **extra).float()
 
     return model
 
@@ -434,42 +367,44 @@ def network(parts: Parts, guidance: float) -> Callable[[Tensor, Tensor, PromptEm
 def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Callable | None = None) -> Result:
     """Chapter 10's loop on a real family: our transformer, schedule and guidance, the borrowed encoders and VAE.
 
+    Returns:
+        a `Result`; of a clip its images are the frames.
+
     Raises:
         ValueError: a size that the family cannot draw, or a scheduler that is not followed.
     """
-    recipe = RECIPES[parts.name]
-    order = order.within(recipe)
-    *shape, patch = latent_shape(parts.folder, parts.name, order.height, order.width)
-    tokens = shape[1] * shape[2] // patch**2
-    schedule = Schedule.from_config(parts.folder / "scheduler", order.steps, num_tokens=tokens, grid=recipe.grid)
-
-    def velocity(condition: tuple[PromptEmbeds, PromptEmbeds | None]) -> Callable:
-        scale = 1.0 if recipe.embedded else order.guidance
-        return guided_velocity(network(parts, order.guidance), *condition, scale)
-
-    stages = {"encode": lambda prompts: encode(parts, (prompts[0], order.negative)), "velocity": velocity}
-    stages |= {
-        "decode": lambda latents: decode(parts.get("vae"), latents),
-        "shape": shape,
-        "device": parts.device,
-        "meter": meter,
-        "callback": callback,
-    }
-    return generate([order.prompt], [order.seed], schedule, **stages)
+    order = order.within(parts.family)
+    shape, tokens = latent_shape(parts, order)
+    scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
+    return generate(
+        [order.prompt],
+        [order.seed],
+        parts.family.schedule(parts.folder, order.steps, tokens),
+        encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
+        velocity=lambda condition: guided_velocity(network(parts, order.guidance), *condition, scale),
+        decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
+        shape=shape,
+        device=parts.device,
+        latents=parts.family.noise(order.seed, shape),
+        meter=meter,
+        callback=callback,
+    )
 
 
 # %%
-order = Order(steps=3, height=64, width=96)
-results = {name: draw(Parts(folder, name), order) for name, folder in folders.items()}
+orders = {name: replace(small, frames=9 if family.is_clip else 1) for name, family in FAMILIES.items()}
+results = {name: draw(Parts(folder, name), orders[name]) for name, folder in folders.items()}
 for name, result in results.items():
-    print(f"{name}: latents {tuple(result.latents.shape)}, picture {result.images[0].size}, {result.step} steps")
+    frames = f"{len(result.images)} of {result.images[0].size}"
+    print(f"{name:14}latents {tuple(result.latents.shape)}, {result.step} steps, pictures: {frames}")
 
 # %% tags=["hide"]
 from course.figures import image_grid
 
-pictures = [result.images[0].resize((192, 128), 0) for result in results.values()]
-alt = "Three small pictures of coloured noise, one from each family with random weights."
-image_grid(pictures, list(results), alt=alt, title="Random weights draw noise; the way there is the real one", size=1.9)
+pictures = [result.images[-1].resize((192, 128), 0) for result in results.values()]
+alt = "Seven small pictures of coloured noise, one from each family with random weights; of clips the last frame."
+title = "Random weights draw noise; the way there is the real one"
+image_grid(pictures, list(results), columns=4, alt=alt, title=title, size=1.5)
 
 # %% [markdown] lang="zh"
 # ## 和 diffusers 对一对
@@ -484,41 +419,36 @@ image_grid(pictures, list(results), alt=alt, title="Random weights draw noise; t
 
 # %% tags=["export"]
 def draw_theirs(parts: Parts, order: Order) -> tuple[Tensor, list]:
-    """The same order through diffusers' pipeline and diffusers' transformer: latents (1, C, h, w) and pictures."""
-    order, name, pipe = order.within(RECIPES[parts.name]), parts.name, borrow_pipeline(parts)
+    """The same order through diffusers' pipeline and diffusers' transformer: latents laid out as ours, and pictures."""
+    family, order, pipe = parts.family, order.within(parts.family), borrow_pipeline(parts)
     cond, uncond = encode(parts, (order.prompt, order.negative))
-    asked = {"prompt_embeds": cond.tokens.to(parts.dtype), "pooled_prompt_embeds": cond.pooled.to(parts.dtype)}
-    asked |= {"prompt_attention_mask": cond.mask.long()} if name == "sana" else {}
-    if name != "flux":
-        asked["negative_prompt_embeds"] = uncond.tokens.to(parts.dtype)
-        asked["negative_pooled_prompt_embeds"] = uncond.pooled.to(parts.dtype)
-    if name == "sana":
-        asked = {key: value for key, value in asked.items() if "pooled" not in key}
-        asked |= {"negative_prompt_attention_mask": uncond.mask.long(), "use_resolution_binning": False}
-        asked["negative_prompt"] = None
-    sizes = {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
+    asked = family.asked(cond, None if family.embedded else uncond)
+    asked = {
+        key: x.to(parts.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in asked.items()
+    }
+    asked |= {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
+    asked |= {"num_frames": order.frames} if family.is_clip else {}
     rng = torch.Generator().manual_seed(order.seed)
-    latents = pipe(**asked, **sizes, guidance_scale=order.guidance, generator=rng, output_type="latent").images
-    if name == "flux":
-        c, h, w, patch = latent_shape(parts.folder, name, order.height, order.width)
-        latents = unpatchify(latents, patch, (h // patch, w // patch), channels_first=True)
+    output = pipe(**asked, guidance_scale=order.guidance, generator=rng, output_type="latent")
+    latents = output.frames if family.is_clip else output.images
+    latents = family.unpacked(latents, latent_shape(parts, order)[0]).float()
     with torch.no_grad():
-        return latents.float(), to_pictures(decode(pipe.vae, latents.float()))
+        return latents, to_pictures(family.decode(pipe.vae, latents))
 
 
 # %% tags=["check"]
 import numpy as np
 
 for name, folder in folders.items():
-    latents, (picture,) = draw_theirs(Parts(folder, name), order)
+    latents, pictures = draw_theirs(Parts(folder, name), orders[name])
     assert (results[name].latents - latents).abs().max() < 1e-4
-    levels = np.abs(np.asarray(picture, int) - np.asarray(results[name].images[0], int))
-    assert levels.max() <= 1
+    levels = [np.abs(np.subtract(mine, theirs, dtype=int)) for mine, theirs in zip(results[name].images, pictures)]
+    assert len(pictures) == len(results[name].images) and np.max(levels) <= 1
     print(f"{name}: latents within 1e-4, pictures within one level")
 
 # %% tags=["check"]
-for name in ("flux", "sana"):
-    frugal = draw(Parts(folders[name], name, offload=True), order)
+for name in ("flux", "cogvideox"):
+    frugal = draw(Parts(folders[name], name, offload=True), orders[name])
     assert torch.equal(frugal.latents, results[name].latents)  # letting go changes no bit
 
 # %% [markdown] lang="zh"
@@ -528,16 +458,16 @@ for name in ("flux", "sana"):
 #
 # $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot H W s$$
 #
-# 编码器和 VAE 的大小抄自各家的模型卡，是近似值。
+# 参数个数由 `recipes/models.py` 按各家的配置数出来；视频的 VAE 有的几帧几帧地解（Wan、CogVideoX），有的一次解完。
 
-# %% [markdown] lang="en" twin="becd5b3d"
+# %% [markdown] lang="en" twin="5781b9a9"
 # ## The books
 #
 # The bill can be drawn up ahead: weights are parameters times bytes; denoising takes about $12\,D$ numbers a token at its widest (chapter 12); decoding about three maps of 256 channels at full size:
 #
 # $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot H W s$$
 #
-# The sizes of encoders and VAEs are from the models' cards, and approximate.
+# The weights are counted by `recipes/models.py` from the configurations; some VAEs of clips decode a few frames at a time (Wan, CogVideoX), others all at once.
 
 
 # %% tags=["export", "hide"]
@@ -559,39 +489,17 @@ class Need(NamedTuple):
         return max(self.encoders, self.transformer + self.denoise, self.vae + self.decode)
 
 
-class Facts(NamedTuple):
-    """What is published of a family: its hub id and licence, sizes in billions of weights, D, and bytes a pixel decodes to.
-
-    ``factor``: pixels a token has a side; ``frames``: frames a token covers (0 for pictures).
-    """
-
-    hub: str
-    licence: str
-    transformer: float
-    encoders: float
-    vae: float
-    width: int
-    factor: int
-    frames: int = 0
-
-
-FACTS = {
-    "sd3": Facts("stabilityai/stable-diffusion-3.5-medium", "Stability Community, gated", 2.24, 5.6, 0.08, 1536, 16),
-    "flux": Facts("black-forest-labs/FLUX.1-dev", "FLUX.1 dev non-commercial, gated", 11.9, 4.9, 0.08, 3072, 16),
-    "sana": Facts("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "NSCL v2-custom", 1.6, 2.6, 0.31, 2240, 32),
-}
-
-
 # %% tags=["export"]
-def needs(facts: Facts, height: int, width: int, batch: int = 2, itemsize: int = 2) -> Need:
-    """Bytes by formula: weights · itemsize; denoise B · s · 12 · D · N; decode 3 maps of 256 channels at full size.
+def needs(facts: Facts, order: Order, batch: int = 2, itemsize: int = 2) -> Need:
+    """Bytes by formula: weights · s; denoise B · s · 12 · D · N; decode 3 maps of 256 channels, all frames at once or a few.
 
     Args:
-        batch: samples a forward, 2 with batched guidance. itemsize: s, 2 for bf16.
+        order: with height, width and frames. batch: B, samples a forward, 2 with batched guidance. itemsize: s, 2 for bf16.
     """
     billion = [round(1e9 * size) * itemsize for size in (facts.encoders, facts.transformer, facts.vae)]
-    tokens = height * width // facts.factor**2
-    return Need(*billion, batch * itemsize * 12 * facts.width * tokens, 3 * 256 * height * width * itemsize)
+    tokens = ((order.frames - 1) // facts.frames + 1) * (order.height // facts.side) * (order.width // facts.side)
+    pixels = order.height * order.width * min(order.frames, facts.decoded or order.frames)
+    return Need(*billion, batch * itemsize * 12 * facts.width * tokens, itemsize * 3 * 256 * pixels)
 
 
 def memory_here(device: str = "cpu") -> int:
@@ -613,16 +521,18 @@ def verdict(found: bool, need: Need, memory: int) -> str:
 
 
 # %% tags=["export", "hide"]
-def list_families(height: int = 1024, width: int = 1024, device: str = "cpu") -> list[dict[str, str]]:
-    """One row a family: weights here or where, licence, bytes by formula, the verdict on this machine."""
+def list_families(order: Order = Order(), device: str = "cpu") -> list[dict[str, str]]:
+    """One row a family: weights here or where, licence, bytes by formula at one size, the verdict on this machine."""
     rows = []
-    for name, facts in FACTS.items():
+    for name, family in FAMILIES.items():
+        facts, asked = family.facts, order.within(family)
         try:
             found = str(find_folder(facts.hub).parent)
         except ValueError:
             found = ""
-        need = needs(facts, height, width)
+        need = needs(facts, asked, batch=1 if family.embedded else 2)
         row = {"family": name, "weights": found or f"none; get {facts.hub} with --download", "licence": facts.licence}
+        row |= {"size": f"{asked.height} × {asked.width}" + (f", {asked.frames} frames" if family.is_clip else "")}
         row |= {part: format_bytes(size) for part, size in need._asdict().items()}
         row |= {"kept": format_bytes(need.kept()), "offloaded": format_bytes(need.offloaded())}
         rows.append(row | {"verdict": verdict(bool(found), need, memory_here(device))})
@@ -630,12 +540,18 @@ def list_families(height: int = 1024, width: int = 1024, device: str = "cpu") ->
 
 
 # %% tags=["check"]
-need = needs(FACTS["flux"], 1024, 1024, batch=1)
-assert need.transformer == 2 * 11_900_000_000 and need.denoise == 2 * 12 * 3072 * 64 * 64  # 4,096 tokens
+flux = FAMILIES["flux"]
+need = needs(flux.facts, Order().within(flux), batch=1)
+assert need.transformer == 2 * 11_901_000_000 and need.denoise == 2 * 12 * 3072 * 64 * 64  # 4,096 tokens
 assert need.offloaded() == need.transformer + need.denoise < 28e9 < need.kept()  # 28 GB: only with offload
+wan = FAMILIES["wan"]
+assert needs(wan.facts, Order().within(wan), batch=1).denoise == 2 * 12 * 1536 * 32_760  # chapter 14's number
+assert needs(wan.facts, Order(frames=1).within(wan)).decode == 2 * 768 * 480 * 832
+
+# %% tags=["check"]
 said = [verdict(True, need, size).split(":")[0] for size in (60e9, 28e9, 8e9)]
 assert said == ["runs", "runs with offload", "blocked"] and "no weights" in verdict(False, need, 10**15)
-assert [row["family"] for row in list_families()] == list(FACTS)
+assert [row["family"] for row in list_families()] == list(FAMILIES)
 
 # %% [markdown] lang="zh"
 # ## 量一量
@@ -684,7 +600,7 @@ def profile_picture(measured: dict[str, tuple[float, int]]) -> str:
 
 
 # %% tags=["check"]
-measured = profile(Parts(folders["sd3"], "sd3"), order)
+measured = profile(Parts(folders["sd3"], "sd3"), orders["sd3"])
 assert list(measured) == ["encode", "noise", "denoise", "decode"]
 assert measured["denoise"][1] > measured["noise"][1] >= 4 * 4 * 8 * 12  # at least the latents, fp32
 drawing = profile_picture({"slow": (2.0, 10), "wide": (1.0, 40)})
@@ -697,11 +613,11 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # | 我们 | diffusers |
 # | --- | --- |
 # | `draw` | 各家 `pipeline_*.py` 的 `__call__` |
-# | `encode_prompt` | 同名方法 |
+# | `Family.encode` | `encode_prompt` |
 # | `Parts(offload=True)` | `enable_model_cpu_offload`（搬走，不丢掉） |
-# | `decode` | `__call__` 末尾，`vae.decode` 与 `VaeImageProcessor` |
+# | `Family.decode` | `__call__` 末尾，`vae.decode` 与 `VaeImageProcessor`、`VideoProcessor` |
 #
-# **还缺什么**：真实权重没有在这里跑过，一切都在很小的随机权重上证明；Sana 自己的 DPM-Solver 噪声表这里会拒绝；视频家族还没有接进这条循环。
+# **还缺什么**：真实权重没有在这里跑过，一切都在很小的随机权重上证明；Sana 自己的 DPM-Solver 噪声表这里会拒绝；Wan 的 UniPC 只取它的噪声表，步子仍是欧拉；CogVideoX 1.5 和图生视频不在这条循环里。
 #
 # ## 三个问题
 #
@@ -709,17 +625,17 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # 2. 修改：同样的订单，把精度换成 bf16，潜变量差多少？
 # 3. 动手：引导强度等于 1 时，负面提示词不该有任何作用，证明它。
 
-# %% [markdown] lang="en" twin="57f8206b"
+# %% [markdown] lang="en" twin="fdafb57b"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |
 # | --- | --- |
 # | `draw` | `__call__` of every `pipeline_*.py` |
-# | `encode_prompt` | the method of the same name |
+# | `Family.encode` | `encode_prompt` |
 # | `Parts(offload=True)` | `enable_model_cpu_offload` (moves away, does not let go) |
-# | `decode` | the end of `__call__`, `vae.decode` and `VaeImageProcessor` |
+# | `Family.decode` | the end of `__call__`, `vae.decode` and `VaeImageProcessor`, `VideoProcessor` |
 #
-# **What is missing:** no real weights have run here, everything is proven on very small random ones; Sana's own DPM-Solver schedule is refused; the video families are not in this loop yet.
+# **What is missing:** no real weights have run here, everything is proven on very small random ones; Sana's own DPM-Solver schedule is refused; of Wan's UniPC only the schedule is followed, with Euler steps; CogVideoX 1.5 and image-to-video are not in this loop.
 #
 # ## Three questions
 #
@@ -733,24 +649,26 @@ counted, loads = Parts(folders["sd3"], "sd3", offload=True), []
 load_part = counted._load
 counted._load = lambda part: loads.append(part) or load_part(part)
 for _ in range(3):
-    draw(counted, order)
+    draw(counted, orders["sd3"])
 assert loads == ["transformer", "vae"] * 3
 
 # %% tags=["solution"]
 # 2 · a few thousandths of their size after three steps: latents and time stayed fp32, the network rounded
-half = draw(Parts(folders["sd3"], "sd3", dtype=torch.bfloat16), order).latents
+half = draw(Parts(folders["sd3"], "sd3", dtype=torch.bfloat16), orders["sd3"]).latents
 off = (half - results["sd3"].latents).std() / results["sd3"].latents.std()
 assert 1e-4 < off < 0.05
 
 # %% tags=["solution"]
 # 3 · one forward a step, and the negative prompt is never asked
-plain, cross = (draw(Parts(folders["sd3"], "sd3"), replace(order, guidance=1.0, negative=n)) for n in ("", "ugly"))
+plain, cross = (
+    draw(Parts(folders["sd3"], "sd3"), replace(orders["sd3"], guidance=1.0, negative=n)) for n in ("", "ugly")
+)
 assert torch.equal(plain.latents, cross.latents)
 
 # %% [markdown] lang="zh"
 # ## 小结
 #
-# - 家族之间的差别写成一张表，循环只有第 10 章那一份。
+# - 家族之间的差别一家写一个类，循环只有第 10 章那一份；片子不过是多一个轴。
 # - 文本编码器和 VAE 借 diffusers 的，其余都是我们的；潜变量相差不到 $10^{-4}$，图片不到一级。
 # - 用完就放：内存由最大的一件决定，结果一位不差，代价是反复装载。
 # - 账先算好：权重、去噪、解码各要多少字节，这台机器跑不跑得动。
@@ -758,10 +676,10 @@ assert torch.equal(plain.latents, cross.latents)
 #
 # 下一章：附录 A1。
 
-# %% [markdown] lang="en" twin="c9353479"
+# %% [markdown] lang="en" twin="f717b2ce"
 # ## Recap
 #
-# - What differs between families is a table; the loop is the one of chapter 10.
+# - What differs between families is one small class each; the loop is the one of chapter 10, and a clip is one axis more.
 # - Text encoders and VAE are borrowed from diffusers, the rest is ours; latents agree within $10^{-4}$, pictures within one level.
 # - Let go after use: memory is decided by the largest part, no bit changes, and the price is loading again.
 # - The bill is drawn up ahead: bytes for weights, denoising, decoding, and whether this machine can.

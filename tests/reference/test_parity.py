@@ -49,7 +49,7 @@ def test_bf16_is_no_worse_than_theirs(name, folders):
         for call in TINY[name].calls(rng()):
             truth = exact(**call).sample
             halves = {
-                key: value.bfloat16() if value.is_floating_point() and "states" in key or "pooled" in key else value
+                key: value.bfloat16() if ("states" in key or "pooled" in key) and value.is_floating_point() else value
                 for key, value in call.items()
             }
             errors.append([(model(**halves).sample.float() - truth).square().sum() for model in (ours, theirs)])

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from diffusion_engine.cli import main
-from diffusion_engine.reference.run import FACTS, RECIPES, Order, Parts, draw, draw_theirs, needs, write_tiny
+from diffusion_engine.reference.families import FAMILIES
+from diffusion_engine.reference.run import Order, Parts, draw, draw_theirs, latent_shape, needs, write_tiny
 
 torch.set_num_threads(1)
 
@@ -17,41 +18,88 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict:
     home = tmp_path_factory.mktemp("pipelines")
-    return {name: write_tiny(name, home / name, seed=3) for name in RECIPES}
+    return {name: write_tiny(name, home / name, seed=3) for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_loop_is_theirs(name, folders):
     """Latents to 1e-4, pictures to 1/255: not square, with guidance, another seed."""
-    order = Order(prompt="x", negative="y", seed=11, steps=4, guidance=2.5, height=96, width=64)
+    frames = 17 if FAMILIES[name].is_clip else 1
+    order = Order(prompt="x", negative="y", seed=11, steps=4, guidance=2.5, height=96, width=64, frames=frames)
     ours = draw(Parts(folders[name], name), order)
-    latents, (picture,) = draw_theirs(Parts(folders[name], name), order)
+    latents, pictures = draw_theirs(Parts(folders[name], name), order)
     assert (ours.latents - latents).abs().max() < 1e-4
-    assert np.abs(np.asarray(picture, int) - np.asarray(ours.images[0], int)).max() <= 1
+    assert len(pictures) == len(ours.images) == frames
+    assert max(np.abs(np.subtract(a, b, dtype=int)).max() for a, b in zip(pictures, ours.images)) <= 1
+
+
+def test_the_books_are_the_counted_ones():
+    """Weights of every part as ``recipes/models.py`` counts them from the configurations, the tokens, too."""
+    import json
+    from pathlib import Path
+
+    counted = json.loads((Path(__file__).resolve().parents[2] / "notes" / "models.json").read_text(encoding="utf-8"))
+    names = ("sd35_medium", "flux_dev", "sana", "wan_1b", "ltx", "cogvideox_5b", "hunyuan_video")
+    for (name, family), entry in zip(FAMILIES.items(), (counted[key] for key in names), strict=True):
+        facts, order = family.facts, Order().within(family)
+        assert facts[2:6] == (entry["weights_b"], entry["encoders_b"], entry["vae_b"], entry["width"]), name
+        assert (order.height, order.width, order.frames) == (entry["height"], entry["picture_width"], entry["frames"])
+        assert (order.steps, order.guidance) == (entry["steps"], entry["guidance"])
+        assert needs(facts, order, batch=1, itemsize=1).denoise == 12 * entry["width"] * entry["tokens"], name
 
 
 def test_the_books_know_the_networks():
-    from diffusion_engine.reference.flux import Flux, FluxConfig
-    from diffusion_engine.reference.sana import Sana, SanaConfig
     from diffusion_engine.reference.sd3 import SD3, SD3Config
+    from diffusion_engine.reference.wan import Wan, WanConfig
 
     medium = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
     medium |= {"dual_attention_layers": tuple(range(13)), "pos_embed_max_size": 384}
+    small = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
     with torch.device("meta"):
-        built = {
-            "sd3": SD3(SD3Config(**medium)),
-            "flux": Flux(FluxConfig(guidance_embeds=True)),
-            "sana": Sana(SanaConfig()),
-        }
+        built = {"sd3": SD3(SD3Config(**medium)), "wan": Wan(WanConfig(**small))}
+        built |= {name: family.kind(family.kind.Config()) for name, family in FAMILIES.items() if name in DEFAULT}
     for name, model in built.items():
         count = sum(weight.numel() for weight in model.parameters())
-        assert abs(needs(FACTS[name], 1024, 1024).transformer / (2 * count) - 1) < 0.01
+        assert abs(FAMILIES[name].facts.transformer * 1e9 / count - 1) < 0.01, name
 
 
-@pytest.mark.parametrize("name", RECIPES)
+DEFAULT = ("sana", "ltx", "hunyuan_video")  # whose released model has the configuration's defaults
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bad_sizes_are_named(name, folders):
     with pytest.raises(ValueError, match="width 97 is not a multiple of .*try"):
-        draw(Parts(folders[name], name), Order(steps=1, height=64, width=97))
+        draw(Parts(folders[name], name), Order(steps=1, height=64, width=97, frames=1))
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.is_clip])
+def test_bad_frames_are_named(name, folders):
+    near = {"ltx": "8k \\+ 1; try 1 or 9"}.get(name, "4k \\+ 1; try 5 or 9")
+    with pytest.raises(ValueError, match=f"8 frames are not {near}"):
+        draw(Parts(folders[name], name), Order(steps=1, height=64, width=96, frames=8))
+
+
+def test_a_picture_has_one_frame(folders):
+    with pytest.raises(ValueError, match="frames 5 are too many for a family that draws pictures; try 1"):
+        latent_shape(Parts(folders["sd3"], "sd3"), Order(height=64, width=96, frames=5))
+
+
+def test_another_scheduler_is_not_followed_in_silence(folders, tmp_path):
+    import shutil
+
+    home = shutil.copytree(folders["cogvideox"], tmp_path / "dpm")
+    file = home / "scheduler" / "scheduler_config.json"
+    file.write_text(file.read_text().replace("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"))
+    with pytest.raises(ValueError, match="CogVideoXDPMScheduler is not followed"):
+        draw(Parts(home, "cogvideox"), Order(steps=1, height=64, width=96, frames=1))
+
+
+def test_the_command_draws_a_clip(tmp_path, capfd):
+    output = tmp_path / "x.webp"
+    assert main(["reference", "ltx", "--tiny", "--steps", "2", "--compare", "-o", str(output)]) == 0
+    with Image.open(output) as clip:
+        assert clip.size == (96, 64) and clip.n_frames == 9
+    assert "2 of 255" not in (err := capfd.readouterr().err) and "12 tokens, pictures 9 of (96, 64)" in err
 
 
 def test_the_command_draws_and_compares(tmp_path, capfd):
@@ -72,22 +120,25 @@ def test_the_command_draws_and_compares(tmp_path, capfd):
         (["sd3", "--model", "acme/none"], "not in the cache"),
         (["sd3", "--model", "no such thing"], "neither a folder nor a hub id"),
         (["sd3", "--tiny", "--width", "100"], "width 100 is not a multiple"),
+        (["wan", "--tiny", "--frames", "6"], "6 frames are not 4k + 1; try 5 or 9"),
+        (["sd3", "--tiny", "--frames", "5"], "frames 5 are too many"),
     ],
 )
 def test_mistakes_are_one_line(arguments, needle, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert main(["reference", *arguments, "-o", str(tmp_path / "x.png")]) == 2
+    output = tmp_path / ("x.gif" if "wan" in arguments else "x.png")
+    assert main(["reference", *arguments, "-o", str(output)]) == 2
     err = capfd.readouterr().err
-    assert needle in err and not (tmp_path / "x.png").exists()
+    assert needle in err and not output.exists()
 
 
 def test_the_list_says_what_is_blocked(capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert main(["reference", "--list"]) == 0
     out = capfd.readouterr().out
-    for name, facts in FACTS.items():
-        assert name in out and facts.hub in out and facts.licence in out
-    assert out.count("blocked: no weights here") == len(FACTS)
+    for name, family in FAMILIES.items():
+        assert name in out and family.facts.hub in out and family.facts.licence in out
+    assert out.count("blocked: no weights here") == len(FAMILIES)
 
 
 def test_help_needs_no_torch():

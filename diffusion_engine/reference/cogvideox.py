@@ -1,0 +1,354 @@
+# Generated from notebooks/source/21_cogvideox.py by `course export`.
+# Do not edit: change the chapter and export again.
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, pad_rope
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
+from diffusion_engine.scheduler import TRAIN_STEPS, Schedule, make_schedule, shift_sigmas
+from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
+from diffusion_engine.transformer_block import FeedForward, Mod, split_mods
+from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
+
+
+def require(config, **built) -> None:
+    """Raise ValueError where an entry of a configuration is not the one value that is built here; names both."""
+    for name, value in built.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} {getattr(config, name)!r} is not built here; try {value!r}")
+
+
+@dataclass(frozen=True)
+class CogVideoXConfig:
+    """``config.json`` of diffusers' ``CogVideoXTransformer3DModel``: its names, its defaults.
+
+    Raises:
+        ValueError: the image-to-video models' entries, another activation, or sizes that the positions cannot share out.
+    """
+
+    num_attention_heads: int = 30
+    attention_head_dim: int = 64
+    in_channels: int = 16
+    out_channels: int | None = 16
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    time_embed_dim: int = 512
+    ofs_embed_dim: int | None = None
+    text_embed_dim: int = 4096
+    num_layers: int = 30
+    dropout: float = 0.0
+    attention_bias: bool = True
+    sample_width: int = 90
+    sample_height: int = 60
+    sample_frames: int = 49
+    patch_size: int = 2
+    patch_size_t: int | None = None
+    temporal_compression_ratio: int = 4
+    max_text_seq_length: int = 226
+    activation_fn: str = "gelu-approximate"
+    timestep_activation_fn: str = "silu"
+    norm_elementwise_affine: bool = True
+    norm_eps: float = 1e-5
+    spatial_interpolation_scale: float = 1.875
+    temporal_interpolation_scale: float = 1.0
+    use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
+    patch_bias: bool = True
+
+    @property
+    def width(self) -> int:
+        """D = heads · head_dim."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def __post_init__(self):
+        require(self, flip_sin_to_cos=True, freq_shift=0, activation_fn="gelu-approximate", ofs_embed_dim=None)
+        require(self, timestep_activation_fn="silu", use_learned_positional_embeddings=False)
+        name = "attention_head_dim" if self.use_rotary_positional_embeddings else "width"
+        if (size := getattr(self, name)) % 16:
+            raise ValueError(f"{name} {size} is not a multiple of 16, for three axes; try {max(1, size // 16) * 16}")
+
+
+def sincos_3d(grid: tuple[int, int, int], width: int, space: float = 1.0, time: float = 1.0, device=None) -> Tensor:
+    """Fixed positions (f · h · w, width), fp32: e(t / time), e(column / space), e(row / space), each sines first.
+
+    Args:
+        grid: (f, h, w). width: D, a multiple of 16: D/4 for time, 3D/8 for column and for row.
+        space, time: how many tokens make one unit of position.
+
+    Source: diffusers' ``get_3d_sincos_pos_embed``; Yang et al. 2024 (CogVideoX).
+    """
+    t, row, column = grid_positions(*grid).to(device).float().unbind(-1)
+    axes = ((t / time, width // 4), (column / space, 3 * width // 8), (row / space, 3 * width // 8))
+    cosines_first = [timestep_embedding(position, dim).chunk(2, dim=-1) for position, dim in axes]
+    return torch.cat([half for cos, sin in cosines_first for half in (sin, cos)], dim=-1)
+
+
+def centred_positions(grid: tuple[int, int, int], base: tuple[int, int]) -> Tensor:
+    """Positions (f · h · w, 3), float64: frames 0, 1, 2, …; n rows in even steps from top to (top + height) · (n − 1) / n.
+
+    Columns alike; top and height are those of the largest centred rectangle of shape h : w in ``base``, the grid (rows,
+    columns) that was trained on.
+
+    Source: diffusers' ``get_resize_crop_region_for_grid`` and ``get_3d_rotary_pos_embed``.
+    """
+    scale = min(base[0] / grid[1], base[1] / grid[2])
+    lines = [torch.arange(grid[0], dtype=torch.float64)]
+    for n, whole in zip(grid[1:], base):
+        first = round((whole - round(scale * n)) / 2)
+        lines.append(torch.linspace(first, (first + round(scale * n)) * (n - 1) / n, n, dtype=torch.float64))
+    return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def steer(x: Tensor, mod: Mod) -> Tensor:
+    """(1 + γ) · x + β: `modulate` for tokens (B, N, D) that were normalised already."""
+    return x * (1 + mod.scale) + mod.shift
+
+
+class ExpertNorm(nn.Module):
+    """One LayerNorm with weights for both kinds of token, then a shift, a scale and a gate for each.
+
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc)) → both normalised and steered, and their gates (B, 1, D), video first.
+
+    Source: Yang et al. 2024 (CogVideoX), "expert adaptive LayerNorm"; diffusers' ``CogVideoXLayerNormZero``.
+    """
+
+    def __init__(self, c: CogVideoXConfig):
+        super().__init__()
+        self.linear = nn.Linear(c.time_embed_dim, 6 * c.width)
+        self.norm = nn.LayerNorm(c.width, c.norm_eps, c.norm_elementwise_affine)
+
+    def forward(self, x: Tensor, text: Tensor, cond: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        for_video, for_text = split_mods(self.linear(F.silu(cond)), 2)
+        return steer(self.norm(x), for_video), steer(self.norm(text), for_text), for_video.gate, for_text.gate
+
+
+class CogVideoXBlock(nn.Module):
+    """Attention, then a feed-forward network, each over text and video in one row with shared weights.
+
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc), mask and rope over M + N tokens, text first) → x and text anew.
+    """
+
+    def __init__(self, c: CogVideoXConfig):
+        super().__init__()
+        heads = {"bias": c.attention_bias, "head_dim": c.attention_head_dim, "eps": 1e-6}
+        self.norm1, self.norm2 = ExpertNorm(c), ExpertNorm(c)
+        self.attn = SelfAttention(c.width, c.num_attention_heads, "layer", **heads)
+        self.ff = FeedForward(c.width)
+
+    def forward(self, x, text, cond, mask=None, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
+        attend, m = partial(self.attn, mask=mask, rope=rope), text.shape[1]
+        for norm, layer in ((self.norm1, attend), (self.norm2, self.ff)):
+            h, h_text, gate, text_gate = norm(x, text, cond)
+            both = layer(torch.cat([h_text, h], dim=1))  # (B, M + N, D)
+            x, text = x + gate * both[:, m:], text + text_gate * both[:, :m]
+        return x, text
+
+
+def channels_last(rows: Tensor, channels: int) -> Tensor:
+    """Rows in the order (c, pt, ph, pw) as rows in the order (pt, ph, pw, c); other counts of rows stay as they are."""
+    if len(rows) % channels:
+        return rows  # the check of shapes will name it
+    return rows.unflatten(0, (channels, -1)).transpose(0, 1).flatten(0, 1)
+
+
+BLOCK = {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
+BLOCK |= {"ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
+BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
+BLOCK |= {f"norm{i}.{part}": f"norm{i}.{part}" for i in (1, 2) for part in ("linear", "norm")}
+
+
+def cogvideox_keys(config: CogVideoXConfig) -> KeyMap:
+    """Where each tensor of `CogVideoX` lies in diffusers' checkpoint."""
+    names = {"video_in": "patch_embed.proj", "text_in": "patch_embed.text_proj"}
+    names |= {f"time_in.mlp.{2 * i}": f"time_embedding.linear_{i + 1}" for i in (0, 1)}
+    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
+    names |= {"final_norms.0": "norm_final", "final_norms.1": "norm_out.norm", "final_knobs": "norm_out.linear"}
+    changes = {"out": partial(channels_last, channels=config.out_channels or config.in_channels)}
+    changes["video_in.weight"] = flatten_patches
+    if config.patch_size_t is not None:  # 1.5: a linear layer already
+        changes["video_in.weight"] = lambda weight: channels_last(weight.mT, config.in_channels).mT
+    return KeyMap(names | {"out": "proj_out"}, changes)
+
+
+class CogVideoX(nn.Module):
+    """CogVideoX from text (2B, 5B, 1.5): v-prediction of video latents; the order of arguments is that of `DiT`.
+
+    Its output is **not** a velocity; `straighten` makes one of it. Source: Yang et al. 2024; diffusers
+    ``cogvideox_transformer_3d.py``.
+    """
+
+    Config, key_map = CogVideoXConfig, staticmethod(cogvideox_keys)
+
+    def __init__(self, config: CogVideoXConfig):
+        super().__init__()
+        self.config, c, width = config, config, config.width
+        pt, ph, pw = self.patch = (c.patch_size_t or 1, c.patch_size, c.patch_size)
+        self.video_in = nn.Linear(pt * ph * pw * c.in_channels, width, bias=c.patch_bias or c.patch_size_t is not None)
+        self.text_in = nn.Linear(c.text_embed_dim, width)
+        self.time_in = TimestepEmbedder(c.time_embed_dim, frequency_dim=width)
+        self.blocks = nn.ModuleList(CogVideoXBlock(c) for _ in range(c.num_layers))
+        norms = (nn.LayerNorm(width, c.norm_eps, c.norm_elementwise_affine) for _ in range(2))
+        self.final_norms, self.final_knobs = nn.Sequential(*norms), nn.Linear(c.time_embed_dim, 2 * width)
+        self.out = nn.Linear(width, pt * ph * pw * (c.out_channels or c.in_channels))
+
+    @property
+    def min_multiple(self) -> int:
+        """Latent height and width must be multiples of this; latent frames of ``patch[0]``."""
+        return self.config.patch_size
+
+    def rope(self, grid: tuple[int, int, int], device=None) -> Rope:
+        """The turns of the video tokens of ``grid``: `centred_positions`, or whole numbers from 0 (1.5)."""
+        c, head = self.config, self.config.attention_head_dim
+        base = (c.sample_height // c.patch_size, c.sample_width // c.patch_size)
+        positions = centred_positions(grid, base) if c.patch_size_t is None else grid_positions(*grid)
+        return axial_rope(positions.to(device), (head // 4, 3 * head // 8, 3 * head // 8))
+
+    def forward(self, latents, t, text, text_mask=None, pooled=None, rope: Rope | None = None) -> Tensor:
+        """v = √ᾱ · ε − √(1 − ᾱ) · x0, (B, C, T, H, W), at t = 0 … 999, (B,), under text (B, M, 4096).
+
+        Args:
+            text_mask: (B, M) bool; the family was trained without, padding is seen. pooled: unused.
+            rope: of the video tokens, where another than `rope` is wanted.
+        """
+        c, tokens = self.config, video_patchify(latents, self.patch)
+        grid = video_grid(latents.shape[2:], self.patch)
+        x, text, cond = self.video_in(tokens), self.text_in(text), self.time_in(t)
+        if c.use_rotary_positional_embeddings:
+            rope = pad_rope(self.rope(grid, x.device) if rope is None else rope, before=text.shape[1])
+        else:
+            scales = c.spatial_interpolation_scale, c.temporal_interpolation_scale
+            x = x + sincos_3d(grid, c.width, *scales, device=x.device).to(x)
+        mask = joint_mask(text_mask, x.shape[1], text_first=True)
+        for block in self.blocks:
+            x, text = block(x, text, cond, mask, rope)
+        (mod,) = split_mods(self.final_knobs(F.silu(cond)), 1, gate=False)
+        return video_unpatchify(self.out(steer(self.final_norms(x), mod)), self.patch, grid)
+
+    def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, image_rotary_emb=None) -> Tensor:
+        """The same under diffusers' names: latents (B, T, C, H, W), rotations (N, head_dim) with each number twice."""
+        rope = None if image_rotary_emb is None else Rope(*(table[:, ::2] for table in image_rotary_emb))
+        latents = hidden_states.transpose(1, 2)
+        return self(latents, timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class DDIM:
+    """``scheduler_config.json`` of diffusers' ``CogVideoXDDIMScheduler``: its names, its defaults.
+
+    Built for v-prediction and trailing time steps; the entries about clipping are idle there, too.
+
+    Raises:
+        ValueError: another prediction, spacing, β or number of training steps.
+    """
+
+    num_train_timesteps: int = TRAIN_STEPS
+    beta_start: float = 0.00085
+    beta_end: float = 0.012
+    beta_schedule: str = "scaled_linear"
+    clip_sample: bool = True
+    set_alpha_to_one: bool = True
+    prediction_type: str = "epsilon"
+    clip_sample_range: float = 1.0
+    sample_max_value: float = 1.0
+    timestep_spacing: str = "leading"
+    rescale_betas_zero_snr: bool = False
+    snr_shift_scale: float = 3.0
+
+    def __post_init__(self):
+        require(self, num_train_timesteps=TRAIN_STEPS, beta_schedule="scaled_linear")
+        require(self, prediction_type="v_prediction", timestep_spacing="trailing")
+
+    @property
+    def alphas_cumprod(self) -> Tensor:
+        """ᾱ of t = 0 … 999, float64: Π (1 − β); 1 − ᾱ shifted as σ is; √ᾱ stretched to end at 0 (zero terminal SNR)."""
+        betas = torch.linspace(self.beta_start**0.5, self.beta_end**0.5, TRAIN_STEPS, dtype=torch.float64) ** 2
+        alphas = 1 - shift_sigmas(1 - (1 - betas).cumprod(0), self.snr_shift_scale)
+        first, last = alphas[0].sqrt(), alphas[-1].sqrt()
+        return ((alphas.sqrt() - last) * first / (first - last)) ** 2 if self.rescale_betas_zero_snr else alphas
+
+    @property
+    def angles(self) -> Tensor:
+        """φ of t = 0 … 999, float64: cos φ = √ᾱ."""
+        return self.alphas_cumprod.sqrt().acos()
+
+    @property
+    def sigmas(self) -> Tensor:
+        """s = sin φ / (cos φ + sin φ) of t = 0 … 999, float64: where on the straight road the step t lies."""
+        return self.angles.sin() / (self.angles.cos() + self.angles.sin())
+
+
+def ddim_timesteps(num_inference_steps: int) -> list[int]:
+    """N steps of training from 999 down, 1000 / N apart ("trailing").
+
+    diffusers' rounding, ties included; where its grid gains a step t = −1 by rounding (N = 61, …), it is left out.
+
+    Raises:
+        ValueError: N is no whole number within 1…1000.
+    """
+    steps = make_schedule(num_inference_steps).num_steps  # refuses other counts
+    gap = TRAIN_STEPS - (TRAIN_STEPS - TRAIN_STEPS / steps)  # as numpy's arange rounds it: decides ties
+    return [round(TRAIN_STEPS - k * gap) - 1 for k in range(steps)]
+
+
+def ddim_turns(ddim: DDIM, num_inference_steps: int) -> list[tuple[int, float]]:
+    """(t, φ − φ_next) of every step, as diffusers takes them: to t − ⌊1000 / N⌋, at the end to data."""
+    steps, angles = ddim_timesteps(num_inference_steps), ddim.angles.tolist()
+    stride, end = TRAIN_STEPS // num_inference_steps, 0.0 if ddim.set_alpha_to_one else angles[0]
+    return [(t, angles[t] - (angles[t - stride] if t >= stride else end)) for t in steps]
+
+
+def ddim_step(x: Tensor, v: Tensor, turn: float) -> Tensor:
+    """cos(δ) · x − sin(δ) · v in fp32: one deterministic DDIM step by the angle δ = φ − φ_next, cast back to x's dtype.
+
+    Args:
+        x, v: latents and the network's v-prediction there, of one shape. turn: δ, see `ddim_turns`.
+
+    Source: Song et al. 2020 (DDIM), eq. 12 with η = 0; Salimans & Ho 2022, appendix D.
+    """
+    return (math.cos(turn) * x.float() - math.sin(turn) * v.float()).to(x.dtype)
+
+
+def straight_schedule(ddim: DDIM, num_inference_steps: int) -> Schedule:
+    """The steps of `ddim_timesteps` on the straight road, for `straighten`.
+
+    Where N divides 1000 they end where `ddim_turns` ends them; elsewhere diffusers' steps end a little off the next one's
+    beginning and off data, and these do not.
+
+    Raises:
+        ValueError: noise that does not run from pure noise to data.
+    """
+    require(ddim, rescale_betas_zero_snr=True, set_alpha_to_one=True)
+    return Schedule((*ddim.sigmas[ddim_timesteps(num_inference_steps)].tolist(), 0.0))
+
+
+def straighten(network: Callable[..., Tensor], ddim: DDIM) -> Callable[..., Tensor]:
+    """A v-predicting network as a velocity on the straight road: u = k² (2s − 1) · y + k · v(k · y, t_train).
+
+    k = 1 / √(s² + (1 − s)²) = cos φ + sin φ. Walk it down `straight_schedule`; guidance may come before or after.
+
+    Args:
+        network: network(x, t, …) → v, t = 0 … 999. ddim: which step of training lies at which s; the nearest is taken.
+
+    Returns:
+        velocity(latents y (B, …), t = 1000 · s (B,), …) → (B, …) in the dtype of y; what follows t is handed on.
+
+    Source: Gao et al. 2024, "Diffusion meets flow matching".
+    """
+    table = ddim.sigmas.float()
+
+    def velocity(latents: Tensor, t: Tensor, *condition, **more) -> Tensor:
+        s = t.float() / TRAIN_STEPS
+        step = (table.to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()  # (B,)
+        s = s.reshape(-1, *[1] * (latents.ndim - 1))
+        k, y = (s**2 + (1 - s) ** 2) ** -0.5, latents.float()
+        v = network((k * y).to(latents.dtype), step, *condition, **more)
+        return (k**2 * (2 * s - 1) * y + k * v.float()).to(latents.dtype)
+
+    return velocity

@@ -1,0 +1,373 @@
+"""What each family's pipeline does around its transformer: rules, sizes and licences, one class a family.
+
+Chapter 23 has one loop for all of them and asks here for what differs: how the text encoders are called, which schedule is
+followed, how latents lie, what stands between latents and VAE. diffusers and transformers are borrowed for text encoders and
+VAEs, and imported when one of them is first needed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diffusion_engine.dit import unpatchify
+from diffusion_engine.pipeline import initial_noise
+from diffusion_engine.reference.checkpoint import read_config, read_json
+from diffusion_engine.reference.cogvideox import DDIM, CogVideoX, straight_schedule, straighten
+from diffusion_engine.reference.flux import Flux
+from diffusion_engine.reference.hunyuan_video import HunyuanVideo
+from diffusion_engine.reference.ltx import LTX
+from diffusion_engine.reference.sana import Sana
+from diffusion_engine.reference.sd3 import SD3
+from diffusion_engine.reference.wan import Wan
+from diffusion_engine.scheduler import Schedule
+from diffusion_engine.text_conditioning import PromptEmbeds
+
+
+class Facts(NamedTuple):
+    """What is published of a family: hub id, licence, billions of weights (counted in ``notes/models.json``), width D.
+
+    ``side``, ``frames``: pixels and frames that a token covers. ``decoded``: frames that the VAE decodes at once (0: all).
+    """
+
+    hub: str
+    licence: str
+    transformer: float
+    encoders: float
+    vae: float
+    width: int
+    side: int = 16
+    frames: int = 1
+    decoded: int = 1
+
+
+def words(text: Tensor, mask: Tensor | None = None, pooled: Tensor | None = None) -> PromptEmbeds:
+    """`PromptEmbeds` with every token real, or with nothing pooled, where a family has no use for it."""
+    mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
+    return PromptEmbeds(text, mask, text[:, 0, :0] if pooled is None else pooled)
+
+
+class Family:
+    """Defaults that hold for most; a subclass says what is otherwise.
+
+    Attributes:
+        kind: our transformer. pipeline, transformer, vae: diffusers' classes. grid: base grid of the schedule, see
+            `make_schedule`. steps, guidance, height, width, frames: what the pipeline takes when nothing is said.
+        masked: the transformer is told which text tokens are padding.
+        embedded: guidance is fed to the network, which then runs once a step.
+        packed: latents a side that the pipeline folds into one before the transformer sees them.
+        fps: frames a second of a clip. tiny: entries of (transformer, VAE, scheduler) of a very small random model.
+    """
+
+    kind: type
+    pipeline: str
+    transformer: str
+    vae: str
+    scheduler = "FlowMatchEulerDiscreteScheduler"
+    facts: Facts
+    grid = "even"
+    steps, guidance = 50, 5.0
+    height, width, frames = 1024, 1024, 1
+    masked = embedded = False
+    packed = 1
+    fps = 16
+    tiny: tuple[dict, dict, dict]
+
+    @property
+    def is_clip(self) -> bool:
+        """Whether it draws clips."""
+        return self.frames > 1
+
+    def encode(self, pipe: Any, prompt: str, negative: str, device) -> tuple[PromptEmbeds, PromptEmbeds | None]:
+        """Prompt and negative prompt through the pipeline's own text encoders."""
+        text, no_text = pipe.encode_prompt(prompt, negative, True, device=device)
+        return words(text), words(no_text)
+
+    def asked(self, cond: PromptEmbeds, uncond: PromptEmbeds | None) -> dict:
+        """The same prompt embeddings as arguments of diffusers' pipeline."""
+        return {"prompt_embeds": cond.tokens, "negative_prompt_embeds": uncond.tokens}
+
+    def factors(self, vae: dict) -> tuple[int, int]:
+        """(frames, pixels a side) that one latent covers, from the VAE's configuration."""
+        return 1, 2 ** (len(vae.get("block_out_channels") or vae["encoder_block_out_channels"]) - 1)
+
+    def schedule(self, folder, steps: int, tokens: int) -> Schedule:
+        """The road that the folder's ``scheduler_config.json`` describes."""
+        return Schedule.from_config(folder / "scheduler", steps, num_tokens=tokens, grid=self.grid)
+
+    def network(self, net: nn.Module, folder) -> Any:
+        """The transformer as a velocity: itself, unless it predicts something else."""
+        return net
+
+    def extra(self, net: nn.Module, x: Tensor, guidance: float, vae: dict) -> dict:
+        """What the network needs beyond latents, time and text."""
+        if getattr(net, "guidance_in", None) is None:
+            return {}
+        return {"guidance": torch.full((len(x),), guidance, device=x.device)}
+
+    def noise(self, seed: int, shape: tuple[int, ...]) -> Tensor:
+        """(1, *shape), drawn in the order of the pipeline."""
+        return initial_noise([seed], shape)
+
+    def unpacked(self, latents: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What the pipeline returns as latents, laid out as ours, (1, *shape)."""
+        return latents
+
+    def raw(self, vae: nn.Module, latents: Tensor) -> Tensor:
+        """Latents as the VAE made them: latents / scale + shift."""
+        return latents / vae.config.scaling_factor + (getattr(vae.config, "shift_factor", None) or 0.0)
+
+    def decode(self, vae: nn.Module, latents: Tensor) -> Tensor:
+        """Latents of one picture or clip → images (frames, 3, H, W) in −1 … 1."""
+        images = vae.decode(self.raw(vae, latents).to(vae.dtype), return_dict=False)[0].float()
+        return images[0].transpose(0, 1) if self.is_clip else images
+
+
+KL = {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
+DOWN_UP = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+
+
+class SD3Family(Family):
+    """Three text encoders, two of which also give a pooled vector."""
+
+    kind, pipeline = SD3, "StableDiffusion3Pipeline"
+    transformer, vae = "SD3Transformer2DModel", "AutoencoderKL"
+    facts = Facts("stabilityai/stable-diffusion-3.5-medium", "Stability Community, gated", 2.243, 5.581, 0.084, 1536)
+    grid, steps, guidance = "double", 28, 7.0
+    tiny = (
+        {"sample_size": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 4}
+        | {"out_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 24, "caption_projection_dim": 64}
+        | {"pos_embed_max_size": 12, "qk_norm": "rms_norm", "dual_attention_layers": [0]},
+        KL | DOWN_UP | {"scaling_factor": 1.5305, "shift_factor": 0.0609},
+        {"shift": 3.0},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, no_text, pooled, no_pooled = pipe.encode_prompt(prompt, None, None, device, negative_prompt=negative)
+        return words(text, None, pooled), words(no_text, None, no_pooled)
+
+    def asked(self, cond, uncond):
+        pooled = {"pooled_prompt_embeds": cond.pooled, "negative_pooled_prompt_embeds": uncond.pooled}
+        return super().asked(cond, uncond) | pooled
+
+
+class FluxFamily(Family):
+    """Guidance is an input; latents are folded 2 × 2 into tokens before the transformer sees them."""
+
+    kind, pipeline = Flux, "FluxPipeline"
+    transformer, vae = "FluxTransformer2DModel", "AutoencoderKL"
+    facts = Facts("black-forest-labs/FLUX.1-dev", "FLUX.1 dev non-commercial, gated", 11.901, 4.886, 0.084, 3072)
+    steps, guidance, embedded, packed = 28, 3.5, True, 2
+    tiny = (
+        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
+        | {"num_attention_heads": 4, "joint_attention_dim": 32, "pooled_projection_dim": 24}
+        | {"axes_dims_rope": [4, 6, 6]},
+        KL | DOWN_UP | {"scaling_factor": 0.3611, "shift_factor": 0.1159},
+        {"use_dynamic_shifting": True},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, pooled, _ = pipe.encode_prompt(prompt, None, device)
+        return words(text, None, pooled), None
+
+    def asked(self, cond, uncond):
+        return {"prompt_embeds": cond.tokens, "pooled_prompt_embeds": cond.pooled}
+
+    def unpacked(self, latents, shape):
+        return unpatchify(latents, 2, (shape[1] // 2, shape[2] // 2), channels_first=True)
+
+
+DC = {"latent_channels": 4, "attention_head_dim": 4, "upsample_block_type": "interpolate", "decoder_act_fns": "silu"}
+for way in ("encoder", "decoder"):
+    DC |= {f"{way}_block_types": "ResBlock", f"{way}_block_out_channels": (8, 8, 8)}
+    DC |= {f"{way}_layers_per_block": (1, 1, 1), f"{way}_qkv_multiscales": ((), (), ())}
+
+
+class SanaFamily(Family):
+    """One language model reads the text; the network is told which tokens are padding."""
+
+    kind, pipeline = Sana, "SanaPipeline"
+    transformer, vae = "SanaTransformer2DModel", "AutoencoderDC"
+    facts = Facts(
+        "Efficient-Large-Model/Sana_1600M_1024px_diffusers", "NSCL v2-custom", 1.604, 2.614, 0.312, 2240, side=32
+    )
+    grid, steps, guidance, masked = "double", 20, 4.5, True
+    tiny = (
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2}
+        | {"num_cross_attention_heads": 3, "cross_attention_head_dim": 16, "cross_attention_dim": 48}
+        | {"caption_channels": 24, "sample_size": 8},
+        DC | {"scaling_factor": 0.41407},
+        {"shift": 3.0},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, mask, no_text, no_mask = pipe.encode_prompt(prompt, True, negative, device=device)
+        return words(text, mask), words(no_text, no_mask)
+
+    def asked(self, cond, uncond):
+        masks = {"prompt_attention_mask": cond.mask.long(), "negative_prompt_attention_mask": uncond.mask.long()}
+        return super().asked(cond, uncond) | masks | {"use_resolution_binning": False, "negative_prompt": None}
+
+
+class WanFamily(Family):
+    """Clips; text is padded with zeros that the network does read; latents keep a mean and a spread a channel."""
+
+    kind, pipeline = Wan, "WanPipeline"
+    transformer, vae = "WanTransformer3DModel", "AutoencoderKLWan"
+    facts = Facts("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Apache-2.0", 1.419, 5.681, 0.127, 1536, frames=4, decoded=4)
+    grid, height, width, frames = "double", 480, 832, 81
+    tiny = (
+        {"num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 24}
+        | {"ffn_dim": 80, "num_layers": 2, "freq_dim": 32, "rope_max_seq_len": 64},
+        {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+        | {"temperal_downsample": [False, True, True]}
+        | {"latents_mean": [0.1, -0.3, 0.0, 0.7], "latents_std": [1.5, 0.6, 2.0, 1.0]},
+        {"shift": 3.0},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, no_text = pipe.encode_prompt(prompt, negative, True, max_sequence_length=512, device=device)
+        return words(text), words(no_text)
+
+    def factors(self, vae):
+        return vae.get("scale_factor_temporal") or 4, vae.get("scale_factor_spatial") or 8
+
+    def raw(self, vae, latents):
+        mean, std = (latents.new_tensor(vae.config[f"latents_{x}"]).reshape(-1, 1, 1, 1) for x in ("mean", "std"))
+        return latents * std + mean
+
+
+class LTXFamily(Family):
+    """Clips; the pipeline keeps latents as a row of tokens; places are told in seconds and pixels."""
+
+    kind, pipeline = LTX, "LTXPipeline"
+    transformer, vae = "LTXVideoTransformer3DModel", "AutoencoderKLLTXVideo"
+    facts = Facts(
+        "Lightricks/LTX-Video", "OpenRAIL-M since 0.9.5", 1.923, 4.762, 0.419, 2048, side=32, frames=8, decoded=0
+    )
+    guidance, masked, fps = 3.0, True, 25
+    height, width, frames = 512, 704, 161
+    tiny = (
+        {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+        | {"cross_attention_dim": 64, "caption_channels": 24},
+        {"latent_channels": 8, "block_out_channels": (4,) * 4, "decoder_block_out_channels": (4,) * 4}
+        | {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5},
+        {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
+        | {"shift_terminal": 0.1},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, mask, no_text, no_mask = pipe.encode_prompt(prompt, negative, True, device=device)
+        return words(text, mask), words(no_text, no_mask)
+
+    def asked(self, cond, uncond):
+        masks = {"prompt_attention_mask": cond.mask.long(), "negative_prompt_attention_mask": uncond.mask.long()}
+        return super().asked(cond, uncond) | masks | {"frame_rate": self.fps}
+
+    def factors(self, vae):
+        halved, patch = vae["spatio_temporal_scaling"], vae.get("patch_size", 4)
+        return vae.get("patch_size_t", 1) * 2 ** sum(halved), patch * 2 ** sum(halved)
+
+    def extra(self, net, x, guidance, vae):
+        return {"frame_rate": float(self.fps), "compression": self.factors(vae)}
+
+    def unpacked(self, latents, shape):
+        return latents.mT.unflatten(2, shape[1:])
+
+    def raw(self, vae, latents):
+        mean, std = (x.to(latents).reshape(-1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+        return latents * std / vae.config.scaling_factor + mean
+
+    def decode(self, vae, latents):
+        clean = {"temb": latents.new_zeros(1)} if vae.config.timestep_conditioning else {}
+        return (
+            vae.decode(self.raw(vae, latents).to(vae.dtype), **clean, return_dict=False)[0].float()[0].transpose(0, 1)
+        )
+
+
+class CogVideoXFamily(Family):
+    """Clips; it predicts v on a DDIM road, which chapter 21 straightens; the pipeline puts frames before channels."""
+
+    kind, pipeline = CogVideoX, "CogVideoXPipeline"
+    transformer, vae = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
+    scheduler = "CogVideoXDDIMScheduler"
+    facts = Facts("zai-org/CogVideoX-5b", "CogVideoX licence", 5.57, 4.762, 0.216, 3072, frames=4, decoded=8)
+    guidance, fps = 6.0, 8
+    height, width, frames = 480, 720, 49
+    tiny = (
+        {"num_attention_heads": 3, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+        | {"time_embed_dim": 24, "text_embed_dim": 20, "sample_width": 12, "sample_height": 8, "sample_frames": 9}
+        | {"max_text_seq_length": 7, "use_rotary_positional_embeddings": True},
+        {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+        | {f"{way.lower()}_block_types": (f"CogVideoX{way}Block3D",) * 4 for way in ("Down", "Up")}
+        | {"scaling_factor": 0.7},
+        {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+        | {"beta_schedule": "scaled_linear", "snr_shift_scale": 1.0},
+    )
+
+    def factors(self, vae):
+        return int(vae.get("temporal_compression_ratio") or 4), 2 ** (len(vae["block_out_channels"]) - 1)
+
+    def ddim(self, folder) -> DDIM:
+        """The folder's scheduler."""
+        values = read_json(folder / "scheduler" / "scheduler_config.json")
+        if (found := values.get("_class_name")) != self.scheduler:
+            raise ValueError(f"scheduler {found} is not followed for this family; try {self.scheduler}")
+        return read_config(DDIM, values)
+
+    def schedule(self, folder, steps, tokens):
+        return straight_schedule(self.ddim(folder), steps)
+
+    def network(self, net, folder):
+        return straighten(net, self.ddim(folder))
+
+    def noise(self, seed, shape):
+        c, t, h, w = shape
+        return initial_noise([seed], (t, c, h, w)).transpose(1, 2)
+
+    def unpacked(self, latents, shape):
+        return latents.transpose(1, 2)
+
+
+class HunyuanVideoFamily(Family):
+    """Clips; a language model reads the text through a template, CLIP gives the pooled vector; guidance is an input."""
+
+    kind, pipeline = HunyuanVideo, "HunyuanVideoPipeline"
+    transformer, vae = "HunyuanVideoTransformer3DModel", "AutoencoderKLHunyuanVideo"
+    facts = Facts(
+        "hunyuanvideo-community/HunyuanVideo",
+        "Tencent Hunyuan Community",
+        *(12.821, 7.629, 0.246, 3072),
+        frames=4,
+        decoded=0,
+    )
+    guidance, masked, embedded, fps = 6.0, True, True, 15
+    height, width, frames = 720, 1280, 129
+    tiny = (
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
+        | {"num_single_layers": 2, "text_embed_dim": 32, "pooled_projection_dim": 24, "rope_axes_dim": [4, 6, 6]},
+        {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4},
+        {"shift": 7.0},
+    )
+
+    def encode(self, pipe, prompt, negative, device):
+        text, pooled, mask = pipe.encode_prompt(prompt, device=device)
+        return words(text, mask, pooled), None
+
+    def asked(self, cond, uncond):
+        pooled = {"pooled_prompt_embeds": cond.pooled, "prompt_attention_mask": cond.mask}
+        return {"prompt_embeds": cond.tokens} | pooled
+
+    def factors(self, vae):
+        return vae.get("temporal_compression_ratio") or 4, vae.get("spatial_compression_ratio") or 8
+
+
+FAMILIES: dict[str, Family] = {
+    "sd3": SD3Family(),
+    "flux": FluxFamily(),
+    "sana": SanaFamily(),
+    "wan": WanFamily(),
+    "ltx": LTXFamily(),
+    "cogvideox": CogVideoXFamily(),
+    "hunyuan_video": HunyuanVideoFamily(),
+}

@@ -1,0 +1,199 @@
+# Generated from notebooks/source/20_ltx.py by `course export`.
+# Do not edit: change the chapter and export again.
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffusion_engine.attention import CrossAttention, Rope, grid_positions
+from diffusion_engine.reference.checkpoint import KeyMap
+from diffusion_engine.timestep_embedding import TimestepEmbedder
+from diffusion_engine.transformer_block import DiTBlock, Mod, modulate
+
+
+@dataclass(frozen=True)
+class LTXConfig:
+    """``config.json`` of diffusers' ``LTXVideoTransformer3DModel``: its names, its defaults.
+
+    Raises:
+        ValueError: a variant that is not built here.
+    """
+
+    in_channels: int = 128
+    out_channels: int | None = 128
+    patch_size: int = 1
+    patch_size_t: int = 1
+    num_attention_heads: int = 32
+    attention_head_dim: int = 64
+    cross_attention_dim: int = 2048
+    num_layers: int = 28
+    activation_fn: str = "gelu-approximate"
+    qk_norm: str = "rms_norm_across_heads"
+    norm_elementwise_affine: bool = False
+    norm_eps: float = 1e-6
+    caption_channels: int = 4096
+    attention_bias: bool = True
+    attention_out_bias: bool = True
+
+    @property
+    def width(self) -> int:
+        """D = heads · head_dim."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def __post_init__(self):
+        built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
+        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
+        for name, value in (built | {"cross_attention_dim": self.width}).items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
+        if self.attention_head_dim % 2 or self.width < 6:
+            head = max(6, self.attention_head_dim + self.attention_head_dim % 2)
+            raise ValueError(f"attention_head_dim {self.attention_head_dim} does not turn in pairs; try {head}")
+
+
+def ltx_positions(
+    grid: tuple[int, int, int], frame_rate: float = 25.0, compression: tuple[int, int] = (8, 32), causal: bool = False
+) -> Tensor:
+    """Positions (f · h · w, 3), fp32, of every token: (8 · f / frame_rate seconds, 32 · row, 32 · column pixels).
+
+    Args:
+        grid: (f, h, w) of the latents. frame_rate: frames a second of the clip.
+        compression: of the VAE, (time, space).
+        causal: time of the first frame that a latent frame holds, max(8 · f − 7, 0) / frame_rate, as LTX's newer
+            pipelines want it.
+
+    Raises:
+        ValueError: a grid without an axis of time, or a ``frame_rate`` that is no positive number.
+
+    Source: diffusers ``pipeline_ltx.py`` (``rope_interpolation_scale``), ``pipeline_ltx_condition.py`` (causal).
+    """
+    if len(grid) != 3:
+        raise ValueError(f"grid {tuple(grid)} is not (f, h, w); latents are (B, C, F, H, W), with F = 1 for a picture")
+    if not 0 < frame_rate < math.inf:
+        raise ValueError(f"frame_rate {frame_rate} is no positive number of frames a second; try 25")
+    time, space = compression
+    frame, row, column = grid_positions(*grid).float().unbind(-1)
+    start = frame * time
+    if causal:
+        start = (start + 1 - time).clamp(min=0)
+    return torch.stack([start * (1 / frame_rate), row * space, column * space], dim=-1)
+
+
+SPAN = (20, 2048, 2048)  # seconds and pixels that fractions are taken of
+
+
+def fractional_rope(positions: Tensor, width: int, heads: int, theta: float = 10_000.0) -> Rope:
+    """Angles ω_i · (2 · g − 1) with ω_i = π/2 · theta^(i / (n − 1)), g = positions / SPAN, n = width // 6; fp32.
+
+    Over the full width the pairs are: those left over, which stay; then for each i time, row, column. Head by head they
+    are cut last, so that every head has frequencies of its own.
+
+    Args:
+        positions: (N, 3) or (B, N, 3), seconds and pixels, see `ltx_positions`.
+        width: D. heads: H.
+        theta: how many times the fastest is faster than the slowest.
+
+    Returns:
+        cosines and sines (H, N, Dh/2) or (B, H, N, Dh/2).
+
+    Source: HaCohen et al. 2024 (LTX-Video), §2; diffusers' ``LTXVideoRotaryPosEmbed``, operation by operation.
+    """
+    share = torch.stack([positions[..., axis] / span for axis, span in enumerate(SPAN)], dim=-1)
+    omega = theta ** torch.linspace(0, 1, width // 6, device=positions.device) * math.pi / 2  # (n,)
+    angle = (omega * (2 * share - 1).unsqueeze(-1)).mT.flatten(-2)  # (…, N, 3 · n), the axis runs fastest
+    angle = F.pad(angle, (width // 2 - angle.shape[-1], 0)).unflatten(-1, (heads, -1))  # (…, N, H, Dh/2)
+    return Rope(*(turn.transpose(-2, -3) for turn in (angle.cos(), angle.sin())))
+
+
+def ltx_block(config: LTXConfig) -> DiTBlock:
+    """`DiTBlock` with RMSNorm, knobs from a table, cross-attention, and QK-norms across heads in both attentions."""
+    width, heads = config.width, config.num_attention_heads
+    options = {"qk_norm": "rms_across", "bias": config.attention_bias, "eps": 1e-5}
+    cross = CrossAttention(width, heads, **options)
+    return DiTBlock(width, heads, norm="rms", table=True, cross=cross, **options)
+
+
+BLOCK = {
+    "modulation.table": "scale_shift_table",
+    "attn.stream.qkv": "attn1.{to_q,to_k,to_v}",
+    "attn.stream.out": "attn1.to_out.0",
+    "cross.q": "attn2.to_q",
+    "cross.kv": "attn2.{to_k,to_v}",
+    "cross.out": "attn2.to_out.0",
+    **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
+    **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
+    **{f"ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
+}
+
+
+def ltx_keys(config: LTXConfig) -> KeyMap:
+    """Where each tensor of `LTX` lies in diffusers' checkpoint."""
+    names = {"image_in": "proj_in", "knobs": "time_embed.linear", "table": "scale_shift_table", "out": "proj_out"}
+    for ours, theirs in {"time_in.mlp": "time_embed.emb.timestep_embedder", "text_in": "caption_projection"}.items():
+        names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
+    return KeyMap(names | {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()})
+
+
+def run_as_diffusers(
+    model,
+    hidden_states,
+    encoder_hidden_states,
+    timestep,
+    encoder_attention_mask=None,
+    num_frames=None,
+    height=None,
+    width=None,
+    rope_interpolation_scale=SPAN,
+    video_coords=None,
+) -> Tensor:
+    """`LTX.run` under diffusers' names; positions are ``video_coords`` (B, 3, N), or grid · scale."""
+    if video_coords is None:
+        scale = torch.as_tensor(rope_interpolation_scale, dtype=torch.float32, device=hidden_states.device)
+        positions = grid_positions(num_frames, height, width).to(hidden_states.device) * scale
+    else:
+        positions = video_coords.float().mT
+    mask = None if encoder_attention_mask is None else encoder_attention_mask.bool()
+    return model.run(hidden_states, positions, timestep.float(), encoder_hidden_states, mask)
+
+
+class LTX(nn.Module):
+    """Velocity network of LTX-Video; the arguments are those of `DiT`, and where the clip stands in time and space.
+
+    Source: HaCohen et al. 2024 (LTX-Video); diffusers ``transformer_ltx.py``.
+    """
+
+    Config, key_map, as_diffusers = LTXConfig, staticmethod(ltx_keys), run_as_diffusers
+    min_multiple = 1  # latent height and width must be multiples of this
+
+    def __init__(self, config: LTXConfig):
+        super().__init__()
+        self.config, c, width = config, config, config.width
+        self.image_in, self.out = nn.Linear(c.in_channels, width), nn.Linear(width, c.out_channels or c.in_channels)
+        self.text_in = nn.Sequential(nn.Linear(c.caption_channels, width), nn.GELU("tanh"), nn.Linear(width, width))
+        self.time_in, self.knobs = TimestepEmbedder(width), nn.Linear(width, 6 * width)
+        self.blocks = nn.ModuleList(ltx_block(c) for _ in range(c.num_layers))
+        self.table = nn.Parameter(torch.zeros(2, width))
+
+    def forward(
+        self, latents, t, text, text_mask=None, pooled=None, frame_rate=25.0, causal=False, compression=(8, 32)
+    ) -> Tensor:
+        """Velocity (B, C, F, H, W) at t = 1000 · σ under text (B, M, 4096), text_mask (B, M); pooled is unused.
+
+        t may be (B, F · H · W), a time for every token; for the last three arguments see `ltx_positions`.
+        """
+        grid = latents.shape[2:]
+        positions = ltx_positions(grid, frame_rate, compression, causal).to(latents.device)
+        return self.run(latents.flatten(2).mT, positions, t, text, text_mask).mT.unflatten(2, grid)
+
+    def run(self, tokens, positions, t, text, text_mask=None) -> Tensor:
+        """Packed latents (B, N, C) → velocity, as packed; positions (N, 3) or (B, N, 3), see `ltx_positions`."""
+        width, cond = self.config.width, self.time_in(t.flatten()).unflatten(0, t.shape)  # (B, D) or (B, N, D)
+        x, text, shared = self.image_in(tokens), self.text_in(text), self.knobs(F.silu(cond))
+        rope = fractional_rope(positions, width, self.config.num_attention_heads)
+        for block in self.blocks:
+            x = block(x, shared, rope=rope, text=text, text_mask=text_mask)
+        mod = Mod(*(self.table + cond.reshape(len(x), -1, 1, width)).unbind(-2))  # shift, scale: (B, 1 or N, D)
+        return self.out(modulate(x, mod))  # LayerNorm here

@@ -1,0 +1,347 @@
+"""CogVideoX under harder conditions: every count of steps, sizes at the edge, what is refused, whole pipelines."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference_tiny import COG5, COGVIDEOX, TINY, redraw, save, their_model
+
+from diffusion_engine import reference
+from diffusion_engine.guidance import guided_velocity
+from diffusion_engine.pipeline import denoise, initial_noise, to_pictures
+from diffusion_engine.reference.checkpoint import DropIn, read_config, read_json
+from diffusion_engine.reference.cogvideox import (
+    DDIM,
+    CogVideoX,
+    CogVideoXConfig,
+    centred_positions,
+    channels_last,
+    ddim_step,
+    ddim_timesteps,
+    ddim_turns,
+    straight_schedule,
+    straighten,
+)
+from diffusion_engine.text_conditioning import PromptEmbeds
+
+torch.set_num_threads(1)
+ENTRIES = {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+NAMES = ("cogvideox-2b", "cogvideox-5b", "cogvideox-1.5")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict:
+    home = tmp_path_factory.mktemp("cogvideox")
+    return {name: save(TINY[name], home / name) for name in NAMES}
+
+
+def their_sampler(**entries):
+    from diffusers import CogVideoXDDIMScheduler
+
+    return CogVideoXDDIMScheduler(**ENTRIES | entries)
+
+
+def known(ddim: DDIM, spread: float = 0.5):
+    """The best v-prediction for data N(0, spread²); t may be any whole steps, one a sample."""
+
+    def network(x, t):
+        angle = ddim.angles[t.long()].reshape(-1, *[1] * (x.ndim - 1)).float()
+        share = spread**2 / (spread**2 * angle.cos() ** 2 + angle.sin() ** 2)
+        return angle.cos() * (1 - share) / angle.sin() * x  # from x0 = share · cos φ · x = cos φ · x − sin φ · v
+
+    return network
+
+
+def on_the_road(flow):
+    return lambda y, s: flow(y, torch.full((len(y),), 1000 * s))
+
+
+# --- the scheduler -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entries", [{}, {"snr_shift_scale": 1.0}, {"rescale_betas_zero_snr": False}])
+def test_noise_levels_are_theirs(entries):
+    ours, theirs = DDIM(**ENTRIES | entries), their_sampler(**entries)
+    assert (ours.alphas_cumprod - theirs.alphas_cumprod).abs().max() < 1e-12
+    assert (ours.angles.cos() ** 2 - theirs.alphas_cumprod).abs().max() < 1e-12
+
+
+def test_times_are_theirs_ties_included():
+    theirs, longer = their_sampler(), []
+    for steps in (*range(1, 130), *range(144, 1001, 16), 999, 1000):  # multiples of 16 have ties
+        theirs.set_timesteps(steps)
+        assert ddim_timesteps(steps) == theirs.timesteps.tolist()[:steps]
+        longer += [steps] if len(theirs.timesteps) > steps else []
+    assert 61 in longer and 50 not in longer  # there diffusers takes one more step, at t = −1
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 30, 48, 50, 333])
+def test_whole_loops_are_theirs_also_where_steps_do_not_divide(steps, final):
+    ours, theirs = (make(set_alpha_to_one=final) for make in (lambda **e: DDIM(**ENTRIES | e), their_sampler))
+    theirs.set_timesteps(steps)
+    network, rng = known(ours), torch.Generator().manual_seed(steps)
+    x = y = torch.randn(2, 4, 3, 2, 2, generator=rng)
+    for (t, turn), their_t in zip(ddim_turns(ours, steps), theirs.timesteps, strict=True):
+        assert t == their_t
+        x = ddim_step(x, network(x, torch.tensor([t, t])), turn)
+        y = theirs.step(network(y, their_t.expand(2)), their_t, y).prev_sample
+    assert (x - y).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 125])
+def test_the_straight_road_is_theirs_where_steps_divide(steps):
+    ddim, noise = DDIM(**ENTRIES), torch.randn(1, 4, 2, 2, 2, generator=torch.Generator().manual_seed(steps))
+    network, x = known(ddim), noise
+    for t, turn in ddim_turns(ddim, steps):
+        x = ddim_step(x, network(x, torch.tensor([t])), turn)
+    y = denoise(on_the_road(straighten(network, ddim)), noise, straight_schedule(ddim, steps)).latents
+    assert (x - y).abs().max() < 1e-5
+
+
+def test_the_turns_sum_to_a_quarter_of_a_circle():
+    ddim = DDIM(**ENTRIES)
+    for steps in (1, 5, 50):
+        assert math.isclose(sum(turn for _, turn in ddim_turns(ddim, steps)), math.pi / 2, rel_tol=1e-9)
+    for steps in (1, 7, 50, 1000):
+        levels = straight_schedule(ddim, steps).values
+        assert levels[0] == 1 and levels[-1] == 0 and len(levels) == steps + 1
+
+
+def test_the_road_asks_the_network_for_every_training_step():
+    """t = 1000 · s in fp32 finds its own step again, each of the thousand, a batch at a time."""
+    ddim, heard = DDIM(**ENTRIES), []
+
+    def network(x, t, *rest, **more):
+        heard.append((t, rest, more))
+        return torch.zeros_like(x)
+
+    y = torch.randn(1000, 1, 1, generator=torch.Generator().manual_seed(0))
+    straighten(network, ddim)(y, (1000 * ddim.sigmas).float(), "text", pooled="unused")
+    assert heard[0][0].tolist() == list(range(1000)) and heard[0][1:] == (("text",), {"pooled": "unused"})
+
+
+def test_what_is_known_of_noise_and_data_survives_the_road():
+    """A network that knows x0 and ε exactly gives the same velocity ε − x0 everywhere."""
+    ddim, rng = DDIM(**ENTRIES), torch.Generator().manual_seed(5)
+    data, noise = torch.randn(2, 1000, 3, 2, generator=rng)
+    s = ddim.sigmas.float().reshape(-1, 1, 1)
+    angle = ddim.angles.float().reshape(-1, 1, 1)
+    velocity = straighten(lambda x, t: angle.cos() * noise - angle.sin() * data, ddim)
+    assert (velocity((1 - s) * data + s * noise, 1000 * s.flatten()) - (noise - data)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("solver", ["heun", "multistep"])
+def test_the_other_solvers_walk_the_road(solver):
+    ddim, noise = DDIM(**ENTRIES), torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    flow = on_the_road(straighten(known(ddim), ddim))
+    ends = {s: denoise(flow, noise, straight_schedule(ddim, 50), s).latents for s in ("euler", solver)}
+    assert (ends[solver] - noise / 2).abs().mean() < 0.5 * (ends["euler"] - noise / 2).abs().mean()
+
+
+def test_schedulers_that_are_not_built():
+    for entries, needle in (
+        ({"prediction_type": "epsilon"}, "prediction_type 'epsilon'.*'v_prediction'"),
+        ({"timestep_spacing": "leading"}, "'leading'.*'trailing'"),
+        ({"beta_schedule": "linear"}, "scaled_linear"),
+        ({"num_train_timesteps": 100}, "1000"),
+    ):
+        with pytest.raises(ValueError, match=needle):
+            DDIM(**ENTRIES | entries)
+    with pytest.raises(ValueError, match="rescale_betas_zero_snr False"):
+        straight_schedule(DDIM(**ENTRIES | {"rescale_betas_zero_snr": False}), 5)
+    for steps in (0, 1001, -3, 2.5):
+        with pytest.raises(ValueError, match="num_inference_steps"):
+            ddim_timesteps(steps)
+        with pytest.raises(ValueError, match="num_inference_steps"):
+            ddim_turns(DDIM(**ENTRIES), steps)
+    with pytest.raises(ValueError, match="trained_betas"):
+        read_config(DDIM, ENTRIES | {"trained_betas": [0.1]})
+
+
+def test_their_file_is_read(tmp_path):
+    their_sampler(snr_shift_scale=1.0).save_pretrained(tmp_path)
+    assert read_config(DDIM, read_json(tmp_path / "scheduler_config.json")) == DDIM(**ENTRIES, snr_shift_scale=1.0)
+
+
+# --- the network ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cogvideox-5b", "cogvideox-1.5"])
+def test_its_own_rotations_are_the_pipelines(name, folders):
+    model = reference.from_pretrained(folders[name])
+    frames = model.patch[0]
+    for call in TINY[name].calls(torch.Generator().manual_seed(3)):
+        latents = call["hidden_states"].transpose(1, 2)
+        ours = model(latents, call["timestep"], call["encoder_hidden_states"])
+        assert (ours.transpose(1, 2) - DropIn(model)(**call).sample).abs().max() < 1e-5
+        assert latents.shape[2] % frames == 0
+
+
+def test_positions_of_every_shape():
+    """Real grids and single rows, against diffusers' two functions."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+    from diffusion_engine.attention import axial_rope
+
+    rng = np.random.default_rng(0)
+    for f, h, w in [(13, 30, 45), (1, 1, 1), (2, 1, 60), (2, 60, 1), *rng.integers(1, 30, (12, 3)).tolist()]:
+        crop = get_resize_crop_region_for_grid((h, w), 45, 30)
+        theirs = get_3d_rotary_pos_embed(64, crop, (h, w), f)
+        ours = axial_rope(centred_positions((f, h, w), (30, 45)), (16, 24, 24))
+        for mine, their in zip(ours, theirs):
+            assert (mine - their[:, ::2]).abs().max() < 2e-5
+
+
+def test_a_mask_hides_padding_and_none_shows_it(folders):
+    model = reference.from_pretrained(folders["cogvideox-5b"])
+    rng = torch.Generator().manual_seed(2)
+    latents, text, t = torch.randn(2, 4, 2, 4, 6, generator=rng), torch.randn(2, 7, 20, generator=rng), torch.ones(2)
+    real = torch.arange(7) < torch.tensor([[7], [4]])
+    noisy = torch.where(real[..., None], text, 50.0)
+    assert torch.allclose(model(latents, t, noisy, real), model(latents, t, text, real), atol=1e-5)
+    assert not torch.allclose(model(latents, t, noisy), model(latents, t, text), atol=1e-2)
+    assert torch.equal(
+        model(latents, t, text, real, torch.ones(2, 1)), model(latents, t, text, real)
+    )  # pooled is unused
+
+
+def test_batch_is_single(folders):
+    for name in NAMES:
+        model, call = reference.from_pretrained(folders[name]), TINY[name].calls(torch.Generator().manual_seed(4))[0]
+        args = call["hidden_states"].transpose(1, 2), call["timestep"], call["encoder_hidden_states"]
+        alone = torch.cat([model(*(part[i : i + 1] for part in args)) for i in range(2)])
+        assert torch.allclose(model(*args), alone, atol=1e-5)
+
+
+def test_sizes_that_do_not_fit_are_named(folders):
+    model, text = reference.from_pretrained(folders["cogvideox-1.5"]), torch.zeros(1, 7, 20)
+    for shape, needle in (((3, 4, 6), "frames 3.*2 or 4"), ((2, 5, 6), "height 5.*4 or 6"), ((2, 4, 7), "width 7")):
+        with pytest.raises(ValueError, match=needle):
+            model(torch.zeros(1, 4, *shape), torch.zeros(1), text)
+    with pytest.raises(ValueError, match="expected"):
+        model(torch.zeros(1, 4, 4, 6), torch.zeros(1), text)
+
+
+def test_models_that_are_not_built():
+    for entries, needle in (
+        ({"ofs_embed_dim": 512}, "ofs_embed_dim 512"),
+        (COG5 | {"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True"),
+        ({"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True"),
+        ({"activation_fn": "geglu"}, "'geglu'.*'gelu-approximate'"),
+        ({"timestep_activation_fn": "gelu"}, "'silu'"),
+        ({"flip_sin_to_cos": False}, "flip_sin_to_cos False"),
+        ({"freq_shift": 1}, "freq_shift 1"),
+        (COG5 | {"attention_head_dim": 24}, "attention_head_dim 24.*16"),
+        ({"attention_head_dim": 20, "num_attention_heads": 3}, "width 60.*48"),
+    ):
+        with pytest.raises(ValueError, match=needle):
+            CogVideoXConfig(**entries)
+    with pytest.raises(ValueError, match="use_new_trick"):
+        read_config(CogVideoXConfig, {"use_new_trick": True})
+
+
+def test_a_checkpoint_of_other_sizes_is_a_clear_error(folders, tmp_path):
+    """Also where the rows of the last layer cannot be put in order."""
+    file = folders["cogvideox-2b"] / "transformer" / "config.json"
+    before = file.read_text()
+    try:
+        for entries, needle in (
+            ({"out_channels": 3}, "proj_out"),
+            ({"out_channels": 8}, "proj_out"),
+            ({"in_channels": 3}, "patch_embed.proj"),
+            ({"use_rotary_positional_embeddings": True, "patch_size_t": 2}, "patch_embed.proj"),
+            ({"norm_elementwise_affine": False}, "without a place"),
+            ({"time_embed_dim": 32}, "time_embedding"),
+        ):
+            file.write_text(json.dumps(json.loads(before) | entries))
+            with pytest.raises(ValueError, match=needle):
+                reference.from_pretrained(folders["cogvideox-2b"])
+    finally:
+        file.write_text(before)
+
+
+def test_norms_without_weights_and_no_biases(tmp_path):
+    """Entries that no released model uses, yet diffusers builds."""
+    from reference_tiny import Tiny
+
+    extra = {"norm_elementwise_affine": False, "attention_bias": False, "patch_bias": False, "out_channels": 6}
+    tiny = Tiny("cogvideox", "CogVideoXTransformer3DModel", COGVIDEOX | extra, TINY["cogvideox-2b"].calls)
+    model = reference.drop_in(save(tiny, tmp_path))
+    for call in tiny.calls(torch.Generator().manual_seed(6)):
+        assert (model(**call).sample - their_model(tiny)(**call).sample).abs().max() < 1e-5
+
+
+def test_rows_in_order():
+    rows = torch.arange(24).reshape(3, 2, 2, 2)  # c, pt, ph, pw
+    assert torch.equal(channels_last(rows.flatten()[:, None], 3)[:, 0], rows.movedim(0, -1).flatten())
+    assert torch.equal(channels_last(rows.flatten(), 7), rows.flatten())
+
+
+def test_the_released_sizes():
+    for entries, billions in (
+        ({}, 1.69),
+        ({"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}, 5.57),
+    ):
+        with torch.device("meta"):
+            count = sum(w.numel() for w in CogVideoX(CogVideoXConfig(**entries)).parameters())
+        assert round(count / 1e9, 2) == billions
+
+
+# --- whole pipelines -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vae():
+    from diffusers import AutoencoderKLCogVideoX
+
+    sizes = {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    sizes |= {f"{way.lower()}_block_types": (f"CogVideoX{way}Block3D",) * 4 for way in ("Down", "Up")}
+    model = AutoencoderKLCogVideoX(**sizes, scaling_factor=0.7).eval().requires_grad_(False)
+    redraw(model)
+    return model
+
+
+@pytest.mark.parametrize(("name", "shift"), [("cogvideox-2b", 3.0), ("cogvideox-5b", 1.0), ("cogvideox-1.5", 1.0)])
+def test_the_loop_and_the_drop_in_are_theirs(name, shift, folders, vae):
+    """Latents to 1e-4, pictures to 1/255; two prompts, guidance, five steps; 1.5 with frames that need padding."""
+    from diffusers import CogVideoXPipeline
+
+    pipe = CogVideoXPipeline(None, None, vae, their_model(TINY[name]), their_sampler(snr_shift_scale=shift))
+    pipe.set_progress_bar_config(disable=True)
+    text, no_text = torch.randn(2, 2, 7, 20, generator=torch.Generator().manual_seed(8))
+    order = {"prompt_embeds": text, "negative_prompt_embeds": no_text, "guidance_scale": 5.0, "num_frames": 9}
+    order |= {"height": 64, "width": 48, "num_inference_steps": 5}
+    seeds = {"generator": [torch.Generator().manual_seed(seed) for seed in (3, 4)]}
+    expected = pipe(**order, **seeds, output_type="latent").frames
+    pictures = pipe(**order, latents=initial_noise([3, 4], expected.shape[1:]), output_type="pil").frames
+
+    model, ddim = reference.from_pretrained(folders[name]), DDIM(**ENTRIES, snr_shift_scale=shift)
+    flow = straighten(model, ddim)
+    words = [PromptEmbeds(x, torch.ones(2, 7, dtype=torch.bool), x[:, 0, :0]) for x in (text, no_text)]
+    velocity = guided_velocity(lambda y, t, prompt: flow(y, t, *prompt), *words, 5.0)
+    noise = initial_noise([3, 4], expected.shape[1:]).transpose(1, 2)
+    latents = denoise(velocity, noise, straight_schedule(ddim, 5)).latents
+    assert (latents - expected.transpose(1, 2)).abs().max() < 1e-4
+
+    clips = vae.decode(latents[:, :, latents.shape[2] - 3 :] / 0.7).sample  # 1.5's first frame is padding
+    for clip, theirs in zip(clips, pictures, strict=True):
+        frames = to_pictures(clip.transpose(0, 1))
+        assert len(frames) == len(theirs) == 9
+        assert max(np.abs(np.subtract(a, b, dtype=int)).max() for a, b in zip(frames, theirs)) <= 1
+
+    pipe.transformer = DropIn(model)
+    seeds = {"generator": [torch.Generator().manual_seed(seed) for seed in (3, 4)]}
+    assert (pipe(**order, **seeds, output_type="latent").frames - expected).abs().max() < 1e-4
+
+
+def test_the_drop_in_in_bf16_keeps_its_dtype(folders):
+    for name in NAMES:
+        call = TINY[name].calls(torch.Generator().manual_seed(1))[0]
+        model = reference.drop_in(folders[name], dtype=torch.bfloat16)
+        for key in ("hidden_states", "encoder_hidden_states"):
+            call[key] = call[key].bfloat16()
+        assert model(**call).sample.dtype == torch.bfloat16
