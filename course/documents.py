@@ -1,10 +1,12 @@
-"""Reading cards and notes: Markdown pairs ``NAME.zh.md`` and ``NAME.en.md``, held to the rules of twins."""
+"""Reading cards, notes and the site's pages: Markdown pairs ``NAME.zh.md`` and ``NAME.en.md``, held to the rules of twins."""
 
 import re
 from pathlib import Path
 
+from course.files import CourseError
 from course.findings import Finding
 from course.prose import analyse
+from course.results import Results, fill, places
 from course.rules_prose import differences, link_faults, render_faults, stamp_fault
 from course.source import twin_stamp
 from course.terms import Term, term_faults
@@ -45,6 +47,8 @@ def document_findings(root: Path, terms: tuple[Term, ...]) -> list[Finding]:
         if all(path.is_file() for path in files.values()):
             zh, en, stamp = read_pair(name)
             findings += [Finding(shown["en"], "parity", m) for m in differences(analyse(zh), analyse(en))]
+            if is_page(name) and places(zh) != places(en):
+                findings.append(Finding(shown["en"], "parity", f"the results that are read differ: {_apart(zh, en)}"))
             if message := stamp_fault(zh, en, stamp):
                 fix = f"look at both, then `course twins {name.relative_to(root).as_posix()}`"
                 findings.append(Finding(shown["en"], "stamp", f"{message}; {fix}"))
@@ -56,9 +60,23 @@ def _half_findings(path: Path, name: str, language: str, root: Path, terms: tupl
     text = path.read_text(encoding="utf-8")
     findings = [Finding(name, rule, message) for rule, message in render_faults(text)]
     findings += [Finding(name, "term", m) for m in term_faults(analyse(text).text, language, terms)]
-    if path.parent.name != "pages":  # pages are read where the site puts them
-        findings += [Finding(name, "link", m) for m in link_faults(text, path.parent, root)]
+    findings += [Finding(name, "link", m) for m in link_faults(text, path.parent, root)]
+    if is_page(path):
+        try:
+            fill(text, Results(root), "–", name)
+        except CourseError as error:
+            findings.append(Finding(name, "result", str(error)))
     return findings
+
+
+def is_page(path: Path) -> bool:
+    """Whether a document is one of the site's own pages, which read results: ``{{quality.vae.mean_psnr_db:.1f}}``."""
+    return path.parent.name == "pages"
+
+
+def _apart(zh: str, en: str) -> str:
+    """What only one of the twins reads."""
+    return ", ".join(sorted(set(places(zh)) ^ set(places(en)))) or "one reads something twice"
 
 
 def stamped(zh: str, en: str) -> str:

@@ -6,8 +6,9 @@ import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
-from course.documents import STAMP, document_names, half
+from course.documents import STAMP, document_names, half, is_page
 from course.files import CourseError, read_notebook
+from course.results import Results, fill
 from course.site_check import REMOTE
 from course.site_math import Formulas
 from course.site_pages import Media, Page, share_anchors
@@ -39,6 +40,7 @@ class Library:
         self.pages: dict[tuple[str, str], Page] = {}
         self.by_source: dict[str, str] = {}
         self.modules = chapter_modules(root)
+        self.results = Results(root)
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
@@ -85,6 +87,9 @@ class Library:
         source = path.relative_to(self.root).as_posix()
         page = Page(language, key, "document", source, os.path.dirname(source))
         text = COMMENT.sub("", STAMP.sub("\n", path.read_text(encoding="utf-8")))
+        if is_page(path):
+            nothing = f'<span class="unmeasured">{self.words[language]["unmeasured"]}</span>'
+            text = fill(text, self.results, nothing, source)
         page.pieces["text"] = self.markdown.parse(text, source, language)
         self._add(page, source)
         return page
@@ -169,8 +174,6 @@ class Library:
         if path.endswith(PICTURES) and (self.root / path).is_file():
             return page.up + self.media.add((self.root / path).read_bytes(), path.rsplit(".", 1)[1])
         other = self.pages.get((page.language, self.by_source.get(path, "")))
-        if other is None and page.source.startswith("site/pages/"):
-            return link  # such a page may also name its neighbours where the site puts them; checked at the end
         if other is None:
             raise CourseError(f"{page.source}: the link {link} leads to nothing that the site holds")
         return page.href(other, other.aliases.get(unquote(anchor), anchor))

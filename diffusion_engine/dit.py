@@ -20,10 +20,8 @@ def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     """(height / patch, width / patch), the grid of tokens.
 
     Raises:
-        ValueError: a patch below 1; a side that is not a positive multiple of ``patch``: names the nearest ones.
+        ValueError: a side is not a positive multiple of ``patch``; names the nearest ones.
     """
-    if patch < 1:
-        raise ValueError(f"patch {patch} is below 1; try 1")
     for name, side in (("height", height), ("width", width)):
         if side < 1 or side % patch:
             below, above = side // patch * patch, -(-max(side, 1) // patch) * patch
@@ -41,10 +39,12 @@ def patchify(latents: Tensor, patch: int, channels_first: bool = False) -> Tenso
         channels_first: order (c, ph, pw) inside a token, as FLUX packs its latents.
 
     Raises:
-        ValueError: not four axes, or a side that is no multiple of ``patch``.
+        ValueError: not four axes, a patch below 1, or a side that is no multiple of ``patch``.
     """
     if latents.ndim != 4:
         raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, C, H, W)")
+    if patch < 1:
+        raise ValueError(f"patch {patch} is below 1; try 1")
     b, c, height, width = latents.shape
     h, w = patch_grid(height, width, patch)
     x = latents.reshape(b, c, h, patch, w, patch)  # (B, C, h, ph, w, pw)

@@ -114,7 +114,8 @@ def denoise(
             no step allocates any. The same bits; a callback's latents live until the step after next.
 
     Raises:
-        ValueError: unknown solver, ``start`` outside 0 … N. NotFiniteError: names the step.
+        ValueError: unknown solver, ``start`` outside 0 … N, a velocity not shaped like the latents.
+        NotFiniteError: names the step.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r} is unknown; try one of {', '.join(SOLVERS)}")
@@ -123,6 +124,8 @@ def denoise(
     x, count = noise if buffer is None else buffer.load(noise), schedule.num_steps
     for k, (sigma, sigma_next) in list(enumerate(schedule, 1))[start:]:
         step = SOLVERS[solver](velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
+        if step.velocity.shape != x.shape:
+            raise ValueError(f"velocity has shape {tuple(step.velocity.shape)}; expected {tuple(x.shape)}")
         require_finite(step.latents, f"denoise, step {k} of {count},")
         data = predict_data(x, step.velocity, sigma) if callback is not None else None  # x̂0 = x − σ·v
         x, history = step.latents, step.history

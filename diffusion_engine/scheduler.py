@@ -338,14 +338,6 @@ def _advance(x: Tensor, velocity: Tensor, width: float, out: Tensor | None = Non
     return new if out is None else out.copy_(new)
 
 
-def _ask(velocity: Velocity, x: Tensor, sigma: float) -> Tensor:
-    """v(x, σ); one that would only broadcast is refused."""
-    v = velocity(x, sigma)
-    if v.shape != x.shape:
-        raise ValueError(f"velocity has shape {tuple(v.shape)}; expected that of the latents, {tuple(x.shape)}")
-    return v
-
-
 def euler_step(
     velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
 ) -> Step:
@@ -357,11 +349,8 @@ def euler_step(
         sigma, sigma_next: where the step begins and ends, 1 ≥ σ > σ_next ≥ 0.
         history: what the step before handed back; () at the start. Euler and Heun ignore it.
         out: where the new latents go, shaped like x and not x itself: the same bits, and fp32 allocates nothing.
-
-    Raises:
-        ValueError: a velocity that is not shaped like x.
     """
-    v = _ask(velocity, x, sigma)
+    v = velocity(x, sigma)
     return Step(_advance(x, v, sigma_next - sigma, out), v)
 
 
@@ -369,8 +358,8 @@ def heun_step(
     velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
 ) -> Step:
     """x ← x + h·(v(x, σ) + v(x + h·v, σ_next))/2. Two calls, error O(1/N²). Args: as `euler_step`."""
-    v, width = _ask(velocity, x, sigma), sigma_next - sigma
-    ahead = _ask(velocity, _advance(x, v, width, out), sigma_next)
+    v, width = velocity(x, sigma), sigma_next - sigma
+    ahead = velocity(_advance(x, v, width, out), sigma_next)
     mean = out.copy_(ahead).add_(v).div_(2) if _takes(out, x, v) else (_wide(v) + _wide(ahead)) / 2
     return Step(_advance(x, mean, width, out), v)
 
@@ -382,7 +371,7 @@ def multistep_step(
 
     Args: as `euler_step`; ``history`` is () or (v_prev, h_prev), and the first step is Euler's.
     """
-    v, width = _ask(velocity, x, sigma), sigma_next - sigma
+    v, width = velocity(x, sigma), sigma_next - sigma
     half_way = _wide(v)
     if history:
         v_prev, ratio = history[0], width / (2 * history[1])

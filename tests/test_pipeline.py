@@ -271,3 +271,9 @@ def test_step_info_has_names():
     line(callback=seen.append)
     assert [info.step for info in seen] == [1, 2, 3, 4] and seen[-1].sigma == 0
     assert all(info.latents.shape == info.data.shape == (2, *SHAPE) for info in seen)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_velocity_that_only_broadcasts_is_refused(solver):
+    with pytest.raises(ValueError, match=r"velocity has shape \(1, 4\); expected \(3, 4\)"):
+        denoise(lambda x, sigma: x[:1], torch.zeros(3, 4), make_schedule(2), solver)

@@ -183,10 +183,7 @@ def test_the_two_readmes_agree():
     def skeleton(language: str) -> dict:
         content = READMES[language].read_text(encoding="utf-8")
         fenced = re.findall(r"^```\w*\n(.*?)^```", content, re.DOTALL | re.MULTILINE)
-        links = [
-            re.sub(r"\b(zh|en)\b", "*", link)
-            for link in re.findall(r"\]\(([^)\s]+)\)", content)
-        ]
+        links = [re.sub(r"\b(zh|en)\b", "*", link) for link in re.findall(r"\]\(([^)\s]+)\)", content)]
         return {
             "headings": [len(h) for h in re.findall(r"^(#+) ", content, re.MULTILINE)],
             "links": [link for link in links if not link.startswith("README")],

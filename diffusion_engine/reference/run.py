@@ -31,6 +31,7 @@ def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
         raise ValueError(f"family {name!r} is unknown; try {', '.join(FAMILIES)}")
     import diffusers
 
+    diffusers.utils.logging.set_verbosity_error()  # it complains of every part that is absent
     family = FAMILIES[name]
     kind, (sizes, vae_sizes, scheduling) = getattr(diffusers, family.pipeline), family.tiny
     with torch.random.fork_rng():
