@@ -82,10 +82,10 @@ image_grid(
 )
 
 # %% [markdown] lang="zh"
-# 第一张预览很糊：它是所有可能成品的平均。噪声退去，可能性变少，轮廓先定，边缘最后才清楚。最后一步的预览就是成品，一个数都不差。
+# 第一张预览很糊：它是这句提示词所有可能成品的平均。「彩虹」的可能不多，所以弧形一开始就在。噪声退去，可能性变少，轮廓先定，边缘最后才清楚。最后一步的预览就是成品，一个数都不差。
 
-# %% [markdown] lang="en" twin="7daafab0"
-# The first preview is a blur: the average of all that it might become. As the noise recedes fewer pictures remain possible; outlines settle first, edges last. The last preview is the finished picture, number for number.
+# %% [markdown] lang="en" twin="fb0f59cc"
+# The first preview is a blur: the average of all that this prompt might become. For a rainbow that is not much, so the arc is there at once. As the noise recedes fewer pictures remain possible; outlines settle first, edges last. The last preview is the finished picture, number for number.
 
 # %% tags=["check"]
 first, last = previews[0][2], previews[-1][2]
@@ -152,12 +152,12 @@ schedule = make_schedule(28, shift=engine.shift)
 [round(sigma, 3) for sigma in schedule.sigmas.tolist()[:3] + schedule.sigmas.tolist()[-3:]]
 
 # %% [markdown] lang="zh"
-# **往哪走（第 03 到 08 章）。** 网络看着带噪的 $x$、时间 $t = 1000\sigma$ 和提示词，答一个速度。问两次，一次有提示词，一次没有，再沿着两者之差多走一点，这就是引导（guidance）：
+# **往哪走（第 03 到 08 章）。** 网络看着带噪的 $x$、时间 $t = 1000\sigma$ 和提示词，答一个速度（velocity）：$\sigma$ 增大时 $x$ 往哪边变，也就是噪声在哪边。问两次，一次有提示词，一次没有，再沿着两者之差多走一点，这就是引导（guidance）：
 #
 # $$v = v_\varnothing + w\,(v_c - v_\varnothing)$$
 
-# %% [markdown] lang="en" twin="7e53d154"
-# **Which way to go (chapters 03 to 08).** The network looks at the noisy $x$, the time $t = 1000\sigma$ and the prompt, and answers with a velocity. Ask twice, with and without the prompt, and go further along the difference. That is guidance:
+# %% [markdown] lang="en" twin="ba09bbdf"
+# **Which way to go (chapters 03 to 08).** The network looks at the noisy $x$, the time $t = 1000\sigma$ and the prompt, and answers with a velocity: which way $x$ changes as $\sigma$ grows, that is, where the noise lies. Ask twice, with and without the prompt, and go further along the difference. That is guidance:
 #
 # $$v = v_\varnothing + w\,(v_c - v_\varnothing)$$
 
@@ -171,10 +171,10 @@ def velocity(x, sigma, cond=cond):
 
 
 # %% [markdown] lang="zh"
-# **走。** 每一步都是一次乘加。28 次之后，潜变量里就有了彩虹，解码器（第 09 章）把它变回像素。
+# **走。** 每一步都是一次乘加。$\sigma$ 在减小，所以是逆着速度走，离开噪声；一口气走到 $\sigma = 0$ 的 $x - \sigma v$，就是刚才的预览。28 次之后，潜变量里就有了彩虹，解码器（第 09 章）把它变回像素。
 
-# %% [markdown] lang="en" twin="6d933c2f"
-# **Walk.** Each step is one multiplication and one addition. After 28 of them the latents hold a rainbow, and the decoder (chapter 09) turns it into pixels.
+# %% [markdown] lang="en" twin="ff14355d"
+# **Walk.** Each step is one multiplication and one addition. $\sigma$ falls, so we walk against the velocity, away from the noise; going all the way to $\sigma = 0$ in one stride, $x - \sigma v$, is the preview you saw. After 28 of them the latents hold a rainbow, and the decoder (chapter 09) turns it into pixels.
 
 # %%
 with torch.no_grad():
@@ -216,9 +216,9 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 # | [10](10_pipeline.ipynb) | 这些零件怎样连成一条线？ | `pipeline` |
 # | [11](11_training.ipynb) | 权重从哪里来？ | `training` |
 #
-# 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–23），以及一台用来对照的自回归引擎（A1–A4）。
+# 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–23：SD3、FLUX、Sana 画图，Wan、LTX、CogVideoX、HunyuanVideo 画视频），以及一台用来对照的自回归引擎（A1–A4）。
 
-# %% [markdown] lang="en" twin="c4c293f0"
+# %% [markdown] lang="en" twin="9564018c"
 # ## The map
 #
 # One chapter, one module. You may start anywhere, but only in this order do you never use a thing that you have not written.
@@ -237,7 +237,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 # | [10](10_pipeline.ipynb) | How do the parts become one line? | `pipeline` |
 # | [11](11_training.ipynb) | Where do the weights come from? | `training` |
 #
-# Further on: memory (12), optimisations (13), video (14), seven real model families (15–23), and an autoregressive engine for contrast (A1–A4).
+# Further on: memory (12), optimisations (13), video (14), seven real model families (15–23: SD3, FLUX and Sana draw pictures, Wan, LTX, CogVideoX and HunyuanVideo clips), and an autoregressive engine for contrast (A1–A4).
 
 # %%
 parts = {"text encoder": engine.text_encoder, "DiT": engine.dit, "VAE": engine.vae}

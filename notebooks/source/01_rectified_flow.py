@@ -289,16 +289,16 @@ else:
 # %% [markdown] lang="zh"
 # ## 路会交叉，速度场只能有一个
 #
-# 网络只看见 $(x, \sigma)$，不知道自己在哪条路上。平方误差下，最好的回答是经过此处所有路的平均：$v(x, \sigma) = \mathbb{E}[\varepsilon - x_0 \mid x_\sigma = x]$。数据只有一团 $\mathcal{N}(\mu, \tau^2 I)$ 时，它有闭式解：
+# 网络只看见 $(x, \sigma)$，不知道自己在哪条路上。平方误差下，最好的回答是经过此处所有路的平均：$v(x, \sigma) = \mathbb{E}[\varepsilon - x_0 \mid x_\sigma = x]$。数据只有一团 $\mathcal{N}(\mu, \tau^2 I)$（中心 $\mu$，宽 $\tau$）时，它有闭式解：
 #
 # $$v(x, \sigma) = -\mu + \frac{\sigma - (1-\sigma)\tau^2}{(1-\sigma)^2\tau^2 + \sigma^2}\,\bigl(x - (1-\sigma)\mu\bigr)$$
 #
 # 有许多团时，按「此处的点来自哪一团」的概率加权。不必相信公式：一团高斯时，条件均值对 $x$ 是线性的，拿二十万条路做一次最小二乘就能核对。
 
-# %% [markdown] lang="en" twin="3b6ae256"
+# %% [markdown] lang="en" twin="49d7e7e7"
 # ## Roads cross, but the field is one
 #
-# The network sees only $(x, \sigma)$, not the road it is on. Under squared error its best answer is the mean over all roads through here: $v(x, \sigma) = \mathbb{E}[\varepsilon - x_0 \mid x_\sigma = x]$. When the data are one cloud $\mathcal{N}(\mu, \tau^2 I)$, it has a closed form:
+# The network sees only $(x, \sigma)$, not the road it is on. Under squared error its best answer is the mean over all roads through here: $v(x, \sigma) = \mathbb{E}[\varepsilon - x_0 \mid x_\sigma = x]$. When the data are one cloud $\mathcal{N}(\mu, \tau^2 I)$, centre $\mu$, width $\tau$, it has a closed form:
 #
 # $$v(x, \sigma) = -\mu + \frac{\sigma - (1-\sigma)\tau^2}{(1-\sigma)^2\tau^2 + \sigma^2}\,\bigl(x - (1-\sigma)\mu\bigr)$$
 #
@@ -402,12 +402,12 @@ assert torch.equal(integrate(lambda x, s: exact_velocity(x, s, heart, spread), h
 # %% [markdown] lang="zh"
 # ## 一步走错多少？
 #
-# 路一弯，直走就有误差。数据是一团高斯时，终点算得出来：$x_0 = \mu + \tau\,\varepsilon$。于是可以量：步数加倍，误差减到几分之几？在双对数图上，$N^{-p}$ 是斜率 $-p$ 的直线。
+# 路一弯，直走就有误差。数据是一团高斯时，终点算得出来：整团噪声只是平移、缩小，每个点在团里的位置不变，所以 $x_0 = \mu + \tau\,\varepsilon$（这里的 $x_0$ 是走到的终点，不是随机配来的数据）。于是可以量：步数加倍，误差减到几分之几？在双对数图上，$N^{-p}$ 是斜率 $-p$ 的直线。
 
-# %% [markdown] lang="en" twin="07d5a2aa"
+# %% [markdown] lang="en" twin="fda15cb6"
 # ## How wrong is a step?
 #
-# Where the way bends, walking straight errs. For one Gaussian cloud the true end is known: $x_0 = \mu + \tau\,\varepsilon$. So we can measure: double the steps, and what becomes of the error? On a log-log plot $N^{-p}$ is a line of slope $-p$.
+# Where the way bends, walking straight errs. For one Gaussian cloud the true end is known: the noise as a whole is only moved and shrunk, each point keeps its place in it, so $x_0 = \mu + \tau\,\varepsilon$ (here $x_0$ is where the walk ends, not the partner drawn at random). So we can measure: double the steps, and what becomes of the error? On a log-log plot $N^{-p}$ is a line of slope $-p$.
 
 # %%
 counts, start = [8, 16, 32, 64, 128], noise.double()
@@ -585,12 +585,12 @@ assert straightness(evenly).max() < 1e-8 < straightness(evenly.square()).min()  
 # %% [markdown] lang="zh"
 # ## 重新配对，把路拉直
 #
-# 路交叉，是因为配对太随意。现在每个噪声点都已经有了自己走到的终点，就拿这些新的配对再训练一次（reflow）：轨迹互不相交，新的直路也就很少交叉。
+# 路交叉，是因为配对太随意。现在每个噪声点都已经有了自己走到的终点，就拿这些新的配对再训练一次（reflow）：轨迹互不相交（同一处、同一个 $\sigma$ 只有一个速度），新的直路也就很少交叉。
 
-# %% [markdown] lang="en" twin="7125cab4"
+# %% [markdown] lang="en" twin="554451ae"
 # ## Pair again, and the ways straighten
 #
-# Roads crossed because we paired at random. By now every noise point has an end that it walked to. Train once more on these new pairs (reflow): trajectories never cross, so the new roads seldom do.
+# Roads crossed because we paired at random. By now every noise point has an end that it walked to. Train once more on these new pairs (reflow): trajectories never cross (a place at one $\sigma$ has one velocity), so the new roads seldom do.
 
 # %%
 import copy

@@ -63,17 +63,17 @@ def refusal(function: Callable, *args, **kwargs) -> str:
 # %% [markdown] lang="zh"
 # ## 噪声表就是一张表
 #
-# $N$ 步要 $N + 1$ 个站：$1 \ge \sigma_0 > \sigma_1 > \dots > \sigma_N = 0$。许多库把「走到第几步」也存在这张表里，于是两次生成会互相打扰。这里的表造好就不再变：它只有数，没有状态。
+# $N$ 步要 $N + 1$ 个站：$1 \ge \sigma_0 > \sigma_1 > \dots > \sigma_N = 0$。许多库把「走到第几步」也存在这张表里，于是两次生成会互相打扰。这里的表造好就不再变：它只有数，没有状态。乘 $1000$ 是沿袭：早先的扩散模型用一千步来训练。
 #
 # | 记号 | 形状 | 含义 |
 # | --- | --- | --- |
 # | $\sigma_i$ | $(N + 1,)$ | 噪声水平，fp32，末尾是 $0$ |
 # | $t_i = 1000\,\sigma_i$ | $(N,)$ | 喂给网络的时间，fp32 |
 
-# %% [markdown] lang="en" twin="6cc533f1"
+# %% [markdown] lang="en" twin="c39d203e"
 # ## A schedule is a table
 #
-# $N$ steps need $N + 1$ stations: $1 \ge \sigma_0 > \sigma_1 > \dots > \sigma_N = 0$. Many libraries also keep "which step are we at" in this object, so that two runs disturb each other. Ours never changes once made: it holds numbers, no state.
+# $N$ steps need $N + 1$ stations: $1 \ge \sigma_0 > \sigma_1 > \dots > \sigma_N = 0$. Many libraries also keep "which step are we at" in this object, so that two runs disturb each other. Ours never changes once made: it holds numbers, no state. The factor $1000$ is custom: earlier diffusion models were trained on a thousand steps.
 #
 # | Symbol | Shape | Meaning |
 # | --- | --- | --- |
@@ -209,12 +209,12 @@ assert torch.allclose(shift_sigmas(s, math.exp(0.7)), math.exp(0.7) / (math.exp(
 # %% [markdown] lang="zh"
 # **先猜，再拖**：$k = 3$ 时，正中间的站 $\sigma = 0.5$ 会移到哪里？把 $k$ 拖大，看站往哪一头挤。
 #
-# FLUX 让 $k$ 随图片大小自己变：$k = e^\mu$，$\mu$ 是图像词元（token）数的线性函数，256 个时为 $0.5$，4096 个时为 $1.15$。diffusers 给动态移位另写了一个公式 $e^\mu / (e^\mu + 1/\sigma - 1)$，其实是同一个。
+# FLUX 让 $k$ 随图片大小自己变：$k = e^\mu$，$\mu$ 是图像词元（token）数的线性函数，256 个时为 $0.5$，4096 个时为 $1.15$。词元多到十六倍，$k$ 只翻了约一倍，按上面的根号却该是四倍：这是人的选择，不是定律。diffusers 给动态移位另写了一个公式 $e^\mu / (e^\mu + 1/\sigma - 1)$，其实是同一个。
 
-# %% [markdown] lang="en" twin="a6aed73a"
+# %% [markdown] lang="en" twin="107fff8a"
 # **Guess, then move:** with $k = 3$, where does the middle station $\sigma = 0.5$ go? Raise $k$, and watch to which end the stations crowd.
 #
-# FLUX lets $k$ follow the picture's size: $k = e^\mu$, where $\mu$ is linear in the number of image tokens, $0.5$ at 256 and $1.15$ at 4096. For the dynamic shift diffusers writes another formula, $e^\mu / (e^\mu + 1/\sigma - 1)$; it is the same one.
+# FLUX lets $k$ follow the picture's size: $k = e^\mu$, where $\mu$ is linear in the number of image tokens, $0.5$ at 256 and $1.15$ at 4096. Sixteen times the tokens only about double $k$, where the root above asks for four times: a choice, not a law. For the dynamic shift diffusers writes another formula, $e^\mu / (e^\mu + 1/\sigma - 1)$; it is the same one.
 
 # %% tags=["hide"]
 from course.sliders import slider
@@ -266,16 +266,16 @@ def dynamic_mu(
 # %% [markdown] lang="zh"
 # ## 移位之前的站，和一个陷阱
 #
-# 移位之前先要有底格。FLUX、LTX 从 $1$ 均匀走到 $1/N$；SD3 走到训练过的最小值 $1/1000$。可 SD3 的代码把这个末端存成了移位后的值，于是末端被移了两次。要和它一致，就得明说 `grid="double"`。
+# 移位之前先要有底格。FLUX、LTX 从 $1$ 均匀走到 $1/N$；SD3 走到训练过的最小值 $1/1000$。可 SD3 的代码把这个末端存成了移位后的值，于是末端被移了两次。要和它一致，就得明说 `grid="double"`。Wan 的采样器 UniPC 另有一套底格，写作 `"unipc"`。
 #
-# LTX 还要求末站恰好是 $\tau$：把离 $1$ 的距离按比例缩放，$\sigma' = 1 - (1-\sigma)\,\frac{1-\tau}{1-\sigma_{N-1}}$。只有一步时分母是 $0$，diffusers 在这里得到 NaN。
+# LTX 还要求末站恰好是 $\tau$（和第 01 章的团宽无关）：把离 $1$ 的距离按比例缩放，$\sigma' = 1 - (1-\sigma)\,\frac{1-\tau}{1-\sigma_{N-1}}$。只有一步时分母是 $0$，diffusers 在这里得到 NaN。
 
-# %% [markdown] lang="en" twin="c083afd9"
+# %% [markdown] lang="en" twin="a6e54a05"
 # ## The stations before the shift, and a trap
 #
-# The shift needs a base grid. FLUX and LTX go evenly from $1$ to $1/N$; SD3 to the smallest level trained on, $1/1000$. But SD3's code stores that end already shifted, so its tail is shifted twice. To match, say so: `grid="double"`.
+# The shift needs a base grid. FLUX and LTX go evenly from $1$ to $1/N$; SD3 to the smallest level trained on, $1/1000$. But SD3's code stores that end already shifted, so its tail is shifted twice. To match, say so: `grid="double"`. Wan's sampler, UniPC, has a grid of its own, `"unipc"`.
 #
-# LTX also wants the last station to be $\tau$: scale the distances from $1$, $\sigma' = 1 - (1-\sigma)\,\frac{1-\tau}{1-\sigma_{N-1}}$. With one step the divisor is $0$, and diffusers gives NaN.
+# LTX also wants the last station to be $\tau$ (no cloud's width this time): scale the distances from $1$, $\sigma' = 1 - (1-\sigma)\,\frac{1-\tau}{1-\sigma_{N-1}}$. With one step the divisor is $0$, and diffusers gives NaN.
 
 # %% tags=["export"]
 GRIDS = ("even", "trained", "double", "unipc")
@@ -645,14 +645,6 @@ def _advance(x: Tensor, velocity: Tensor, width: float, out: Tensor | None = Non
     return new if out is None else out.copy_(new)
 
 
-def _ask(velocity: Velocity, x: Tensor, sigma: float) -> Tensor:
-    """v(x, σ); one that would only broadcast is refused."""
-    v = velocity(x, sigma)
-    if v.shape != x.shape:
-        raise ValueError(f"velocity has shape {tuple(v.shape)}; expected that of the latents, {tuple(x.shape)}")
-    return v
-
-
 def euler_step(
     velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
 ) -> Step:
@@ -664,11 +656,8 @@ def euler_step(
         sigma, sigma_next: where the step begins and ends, 1 ≥ σ > σ_next ≥ 0.
         history: what the step before handed back; () at the start. Euler and Heun ignore it.
         out: where the new latents go, shaped like x and not x itself: the same bits, and fp32 allocates nothing.
-
-    Raises:
-        ValueError: a velocity that is not shaped like x.
     """
-    v = _ask(velocity, x, sigma)
+    v = velocity(x, sigma)
     return Step(_advance(x, v, sigma_next - sigma, out), v)
 
 
@@ -676,8 +665,8 @@ def heun_step(
     velocity: Velocity, x: Tensor, sigma: float, sigma_next: float, history: tuple = (), out: Tensor | None = None
 ) -> Step:
     """x ← x + h·(v(x, σ) + v(x + h·v, σ_next))/2. Two calls, error O(1/N²). Args: as `euler_step`."""
-    v, width = _ask(velocity, x, sigma), sigma_next - sigma
-    ahead = _ask(velocity, _advance(x, v, width, out), sigma_next)
+    v, width = velocity(x, sigma), sigma_next - sigma
+    ahead = velocity(_advance(x, v, width, out), sigma_next)
     mean = out.copy_(ahead).add_(v).div_(2) if _takes(out, x, v) else (_wide(v) + _wide(ahead)) / 2
     return Step(_advance(x, mean, width, out), v)
 
@@ -689,7 +678,7 @@ def multistep_step(
 
     Args: as `euler_step`; ``history`` is () or (v_prev, h_prev), and the first step is Euler's.
     """
-    v, width = _ask(velocity, x, sigma), sigma_next - sigma
+    v, width = velocity(x, sigma), sigma_next - sigma
     half_way = _wide(v)
     if history:
         v_prev, ratio = history[0], width / (2 * history[1])
@@ -790,7 +779,7 @@ ours = Schedule.from_config({"_class_name": "UniPCMultistepScheduler", **wan.con
 assert torch.allclose(ours.sigmas, wan.sigmas, atol=1e-6) and ours.timesteps.tolist() == wan.timesteps.tolist()
 
 # %% [markdown] lang="zh"
-# **到了这里**，引擎知道在哪里停、怎样走。它对网络只有一个要求：给出 $v(x, \sigma)$。可是网络怎么知道现在是 $t = 900$ 还是 $t = 50$？下一章把这个数变成一个向量。
+# **到了这里**，引擎知道在哪里停、怎样走。（哪种站法最好要看网络；发布的模型自带一份设置。）它对网络只有一个要求：给出 $v(x, \sigma)$。可是网络怎么知道现在是 $t = 900$ 还是 $t = 50$？下一章把这个数变成一个向量。
 #
 # ## 三个问题
 #
@@ -798,8 +787,8 @@ assert torch.allclose(ours.sigmas, wan.sigmas, atol=1e-6) and ours.timesteps.tol
 # 2. 修改：多步法忘了步长比，总用 $\tfrac{3}{2}v - \tfrac{1}{2}v_\text{prev}$，均匀的站会怎样？一长一短交替的站呢？
 # 3. 动手：图生图从强度 `strength` 对应的噪声开始。写一个函数，找出第一个不高于它的站；强度太小时要有清楚的错误。
 
-# %% [markdown] lang="en" twin="f80044fd"
-# **Where we stand.** The engine knows where to stop and how to walk. It asks one thing of the network: $v(x, \sigma)$. But how does the network know whether it is $t = 900$ or $t = 50$? The next chapter turns that number into a vector.
+# %% [markdown] lang="en" twin="a2a7bad7"
+# **Where we stand.** The engine knows where to stop and how to walk. (Which stations are best depends on the network; a released model brings its own settings.) It asks one thing of the network: $v(x, \sigma)$. But how does the network know whether it is $t = 900$ or $t = 50$? The next chapter turns that number into a vector.
 #
 # ## Three questions
 #

@@ -45,14 +45,14 @@ from diffusion_engine.attention import Heads, JointAttention, QKNorm, Rope, Self
 # %% [markdown] lang="zh"
 # ## 先把音量归零
 #
-# 想象一张调音台。每路声音进来时响度不一，所以先统一音量，旋钮的刻度才有意义。LayerNorm 做的就是这件事，$\mu$ 和 $\sigma$ 是这个词元自己的均值和标准差：
+# 想象一张调音台。每路声音进来时响度不一，所以先统一音量，旋钮的刻度才有意义。LayerNorm 做的就是这件事，$\mu$ 和 $\sigma$ 是这个词元自己的均值和标准差（这里的 $\sigma$ 不是噪声水平）：
 #
 # $$\mathrm{LN}(x) = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}$$
 
-# %% [markdown] lang="en" twin="458a374b"
+# %% [markdown] lang="en" twin="419f93b2"
 # ## First, level the volume
 #
-# Picture a mixing desk. Tracks arrive at different loudness; level them first, or the marks on the knobs mean nothing. LayerNorm does just that, with $\mu$ and $\sigma$ the token's own mean and standard deviation:
+# Picture a mixing desk. Tracks arrive at different loudness; level them first, or the marks on the knobs mean nothing. LayerNorm does just that, with $\mu$ and $\sigma$ the token's own mean and standard deviation (this $\sigma$ is no noise level):
 #
 # $$\mathrm{LN}(x) = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}}$$
 
@@ -65,7 +65,7 @@ print((louder - louder.mean()) / louder.std(correction=0))  # the same: loudness
 # %% [markdown] lang="zh"
 # ## 三个旋钮
 #
-# 音量归零之后，条件来决定新的音量。每个特征一个推子 $\gamma$，一个偏移 $\beta$：
+# 音量归零之后，条件来决定新的音量，这就是自适应层归一化（adaptive layer norm，AdaLN）。每个特征一个推子 $\gamma$，一个偏移 $\beta$：
 #
 # $$\mathrm{modulate}(x) = (1 + \gamma) \odot \mathrm{LN}(x) + \beta$$
 #
@@ -77,10 +77,10 @@ print((louder - louder.mean()) / louder.std(correction=0))  # the same: loudness
 # | $c$ | $(B, D)$ | 条件：时间加提示词 |
 # | $\beta, \gamma, \alpha$ | $(B, 1, D)$ | 偏移（shift）、缩放（scale）、门控（gate，稍后登场） |
 
-# %% [markdown] lang="en" twin="d8f0c4da"
+# %% [markdown] lang="en" twin="6bdeaa51"
 # ## Three knobs
 #
-# With the volume levelled, the condition sets a new one. Each feature has a fader $\gamma$ and an offset $\beta$:
+# With the volume levelled, the condition sets a new one: adaptive layer norm, AdaLN. Each feature has a fader $\gamma$ and an offset $\beta$:
 #
 # $$\mathrm{modulate}(x) = (1 + \gamma) \odot \mathrm{LN}(x) + \beta$$
 #
@@ -401,14 +401,14 @@ with torch.no_grad():
 # %% [markdown] lang="zh"
 # ## 文字也是词元：双流块
 #
-# SD3 的问题是：提示词有几十个词元，怎么和图像一起走？共用一套权重，会逼着两种语言用同一副耳朵。MMDiT 给图像和文字各一套权重、各一组旋钮，只在注意力里会合：
+# SD3 的问题是：提示词有几十个词元，怎么和图像一起走？共用一套权重，会逼着两种语言用同一副耳朵。MMDiT（multimodal DiT）给图像 $x$ 和文字 $y$ 各一套权重、各一组旋钮，只在注意力里会合：
 #
 # $$[a, b] = \mathrm{attn}(\mathrm{modulate}(x),\, \mathrm{modulate}'(y)), \qquad x \leftarrow x + \alpha \odot a, \qquad y \leftarrow y + \alpha' \odot b$$
 
-# %% [markdown] lang="en" twin="e481f0a8"
+# %% [markdown] lang="en" twin="72b59de0"
 # ## Words are tokens too: the joint block
 #
-# SD3 asks: a prompt is a few dozen tokens; how do they travel with the image? One set of weights would make two languages share one pair of ears. MMDiT gives image and text weights and knobs of their own, and lets them meet in the attention alone:
+# SD3 asks: a prompt is a few dozen tokens; how do they travel with the image? One set of weights would make two languages share one pair of ears. MMDiT (multimodal DiT) gives image $x$ and text $y$ weights and knobs of their own, and lets them meet in the attention alone:
 #
 # $$[a, b] = \mathrm{attn}(\mathrm{modulate}(x),\, \mathrm{modulate}'(y)), \qquad x \leftarrow x + \alpha \odot a, \qquad y \leftarrow y + \alpha' \odot b$$
 
@@ -583,14 +583,14 @@ assert torch.allclose(out, torch.cat([their_image, their_text], dim=1), atol=1e-
 # %% [markdown] lang="zh"
 # ## 旋钮的价钱
 #
-# 一个单流块里，注意力有 $4D^2$ 个权重，前馈网络 $8D^2$，调制 $6D^2$：三分之一的参数在转旋钮！但是旋钮每个样本只算一次，别的每个词元都要算（一次乘加算两次运算）：
+# 一个单流块（`DiTBlock`；FLUX 用这个名字叫它的并行块）里，注意力有 $4D^2$ 个权重，前馈网络 $8D^2$，调制 $6D^2$：三分之一的参数在转旋钮！但是旋钮每个样本只算一次，别的每个词元都要算（一次乘加算两次运算）：
 #
 # $$\text{FLOPs} = \underbrace{12 D^2}_{\text{modulation}} + N \cdot \underbrace{24 D^2}_{\text{linear layers}} + \underbrace{4 N^2 D}_{\text{attention}}$$
 
-# %% [markdown] lang="en" twin="8244bcd6"
+# %% [markdown] lang="en" twin="e157522a"
 # ## What the knobs cost
 #
-# In a single-stream block attention has $4D^2$ weights, the feed-forward network $8D^2$, modulation $6D^2$: a third of the parameters turns knobs! But the knobs are computed once a sample, everything else once a token (a multiply-add counts as two operations):
+# In a single-stream block (`DiTBlock`; FLUX calls its parallel ones by this name) attention has $4D^2$ weights, the feed-forward network $8D^2$, modulation $6D^2$: a third of the parameters turns knobs! But the knobs are computed once a sample, everything else once a token (a multiply-add counts as two operations):
 #
 # $$\text{FLOPs} = \underbrace{12 D^2}_{\text{modulation}} + N \cdot \underbrace{24 D^2}_{\text{linear layers}} + \underbrace{4 N^2 D}_{\text{attention}}$$
 

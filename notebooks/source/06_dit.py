@@ -101,10 +101,8 @@ def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     """(height / patch, width / patch), the grid of tokens.
 
     Raises:
-        ValueError: a patch below 1; a side that is not a positive multiple of ``patch``: names the nearest ones.
+        ValueError: a side is not a positive multiple of ``patch``; names the nearest ones.
     """
-    if patch < 1:
-        raise ValueError(f"patch {patch} is below 1; try 1")
     for name, side in (("height", height), ("width", width)):
         if side < 1 or side % patch:
             below, above = side // patch * patch, -(-max(side, 1) // patch) * patch
@@ -123,10 +121,12 @@ def patchify(latents: Tensor, patch: int, channels_first: bool = False) -> Tenso
         channels_first: order (c, ph, pw) inside a token, as FLUX packs its latents.
 
     Raises:
-        ValueError: not four axes, or a side that is no multiple of ``patch``.
+        ValueError: not four axes, a patch below 1, or a side that is no multiple of ``patch``.
     """
     if latents.ndim != 4:
         raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, C, H, W)")
+    if patch < 1:
+        raise ValueError(f"patch {patch} is below 1; try 1")
     b, c, height, width = latents.shape
     h, w = patch_grid(height, width, patch)
     x = latents.reshape(b, c, h, patch, w, patch)  # (B, C, h, ph, w, pw)
@@ -200,14 +200,14 @@ assert torch.equal(patchify(x, 2, channels_first=True), F.unfold(x, 2, stride=2)
 # %% [markdown] lang="zh"
 # ## 每块在哪里
 #
-# 第 04 章证明过：打乱词元，注意力的输出只是跟着打乱。不告诉它位置，天空和草地就没有上下之分。第 03 章的正弦嵌入正好能用两次，一半说行号，一半说列号：
+# 第 04 章证明过：打乱词元，注意力的输出只是跟着打乱。不告诉它位置，天空和草地就没有上下之分。FLUX、Wan 用第 04 章的 RoPE；SD3 给每个词元加一个位置向量，我们也这样。第 03 章的正弦嵌入正好能用两次，一半说行号，一半说列号：
 #
 # $$\mathrm{pos}(i, j) = [\,e(i),\; e(j)\,] \in \mathbb{R}^D, \qquad e(\cdot) \in \mathbb{R}^{D/2}$$
 
-# %% [markdown] lang="en" twin="f6e86543"
+# %% [markdown] lang="en" twin="055a18ec"
 # ## Where each patch is
 #
-# Chapter 04 proved it: shuffle the tokens, and the output of attention is merely shuffled too. Unless it is told positions, sky and grass have no up and down. The sinusoid of chapter 03 serves twice, one half for the row, one for the column:
+# Chapter 04 proved it: shuffle the tokens, and the output of attention is merely shuffled too. Unless it is told positions, sky and grass have no up and down. FLUX and Wan use the RoPE of chapter 04; SD3 adds a vector to each token, and so do we. The sinusoid of chapter 03 serves twice, one half for the row, one for the column:
 #
 # $$\mathrm{pos}(i, j) = [\,e(i),\; e(j)\,] \in \mathbb{R}^D, \qquad e(\cdot) \in \mathbb{R}^{D/2}$$
 
@@ -298,12 +298,12 @@ class FinalLayer(nn.Module):
 # %% [markdown] lang="zh"
 # ## 整张网络
 #
-# 现在把零件接起来，先写下尺寸。我们的骨架混用两家：前几块是 SD3 的双流块，后几块是 FLUX 的并行块。尺寸不合的，造的时候就报错。检查之前要先打乱零初始化，否则 $0 = 0$ 什么也没证明。
+# 现在把零件接起来，先写下尺寸。我们的骨架混用两家：前几块是 SD3 的双流块，后几块是 FLUX 的并行块。提示词从两处进来：一串文字词元，和概括全句的一个向量（`pooled`），后者与时间相加成为条件。尺寸不合的，造的时候就报错。检查之前要先打乱零初始化，否则 $0 = 0$ 什么也没证明。
 
-# %% [markdown] lang="en" twin="1ec24e66"
+# %% [markdown] lang="en" twin="de184e5a"
 # ## The whole network
 #
-# Now the parts come together; the sizes first. Our skeleton mixes two families: SD3's joint blocks in front, FLUX's parallel blocks behind. Sizes that cannot work are refused when it is built. Before checking, disturb the zero init, or $0 = 0$ proves nothing.
+# Now the parts come together; the sizes first. Our skeleton mixes two families: SD3's joint blocks in front, FLUX's parallel blocks behind. The prompt comes in twice: as text tokens, and summed up in one vector (`pooled`) that is added to time to make the condition. Sizes that cannot work are refused when it is built. Before checking, disturb the zero init, or $0 = 0$ proves nothing.
 
 
 # %% tags=["export"]
@@ -466,14 +466,14 @@ for argument in ((wide, t[:1]), (wide[:, :3], t), (wide[..., :10], t)):
 # %% [markdown] lang="zh"
 # ## 多少参数，多少运算
 #
-# 不跑网络也能算清。一个 $a \to b$ 的线性层有 $ab + b$ 个参数，每个词元 $2ab$ 次运算；注意力另加 $4(N+M)^2 D$。把第 05 章的账本加起来：
+# 不跑网络也能算清。一个 $a \to b$ 的线性层有 $ab + b$ 个参数，每个词元 $2ab$ 次运算；$N$ 个图像词元、$M$ 个文字词元，注意力每块另加 $4(N+M)^2 D$。把第 05 章的账本按 $L$ 个块加起来：
 #
 # $$\mathrm{FLOPs} = \underbrace{24 D^2 (N + M)\,L}_{\text{linear layers}} + \underbrace{4 (N+M)^2 D\, L}_{\text{attention}} + \underbrace{24 D^2 L_{\text{joint}} + 6 D^2 L_{\text{par}}}_{\text{modulation}} + \text{in, out}$$
 
-# %% [markdown] lang="en" twin="be34a492"
+# %% [markdown] lang="en" twin="aad3cfe9"
 # ## How many parameters, how much work
 #
-# Both can be told without running it. A linear layer $a \to b$ has $ab + b$ parameters and costs $2ab$ operations a token; attention adds $4(N+M)^2 D$. Adding up the ledger of chapter 05:
+# Both can be told without running it. A linear layer $a \to b$ has $ab + b$ parameters and costs $2ab$ operations a token; with $N$ image and $M$ text tokens, attention adds $4(N+M)^2 D$ a block. Adding up the ledger of chapter 05 over $L$ blocks:
 #
 # $$\mathrm{FLOPs} = \underbrace{24 D^2 (N + M)\,L}_{\text{linear layers}} + \underbrace{4 (N+M)^2 D\, L}_{\text{attention}} + \underbrace{24 D^2 L_{\text{joint}} + 6 D^2 L_{\text{par}}}_{\text{modulation}} + \text{in, out}$$
 

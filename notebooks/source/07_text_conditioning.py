@@ -616,12 +616,12 @@ assert len(calls) == 1 and len(small) == 2  # apple was still there, lemon was n
 # %% [markdown] lang="zh"
 # ## 真实的模型怎么做
 #
-# SD3 并用三个编码器：两个 CLIP 给池化向量（768 + 1280）和 77 个词元，T5 再给 256 个；FLUX 只取 CLIP-L 的池化向量和 T5 的词元；Sana 与 Wan 不用池化向量。CLIP 是因果的：第一个词元看不到后文，所以它用最后一个词元来概括。我们不是因果的，用第一个就行。
+# SD3 并用三个编码器，都是别人训练好、冻结着用的：两个 CLIP 给池化向量（768 + 1280）和 77 个词元，T5 再给 256 个；FLUX 只取 CLIP-L 的池化向量和 T5 的词元；Sana 与 Wan 不用池化向量。CLIP 是因果的：第一个词元看不到后文，所以它用最后一个词元来概括。我们不是因果的，用第一个就行。
 
-# %% [markdown] lang="en" twin="8c44a96a"
+# %% [markdown] lang="en" twin="dab45940"
 # ## How real models do it
 #
-# SD3 uses three encoders: two CLIPs give pooled vectors (768 + 1280) and 77 tokens, T5 adds 256. FLUX takes CLIP-L's pooled vector and T5's tokens; Sana and Wan use no pooled vector. CLIP is causal: its first token sees nothing, so its last one sums up. Ours is not, so the first will do.
+# SD3 uses three encoders, trained by others and kept frozen: two CLIPs give pooled vectors (768 + 1280) and 77 tokens, T5 adds 256. FLUX takes CLIP-L's pooled vector and T5's tokens; Sana and Wan use no pooled vector. CLIP is causal: its first token sees nothing, so its last one sums up. Ours is not, so the first will do.
 
 # %% tags=["check"]
 from transformers import CLIPTextConfig, CLIPTextModel

@@ -77,7 +77,7 @@ image_grid(unit(examples) + unit(blurred), columns=6, title="Mean colours keep t
 # | 记号 | 形状 | 含义 |
 # | --- | --- | --- |
 # | $x$ | $(B, 3, H, W)$ | 图，数值在 $-1 \dots 1$ |
-# | $\mu, \log\sigma^2$ | $(B, 4, H/4, W/4)$ | 编码器的回答：一个高斯 |
+# | $\mu, \log\sigma^2$ | $(B, 4, H/4, W/4)$ | 编码器的回答：一个高斯（$\sigma$ 是它的宽，不是噪声水平） |
 # | $m, s$ | $(4,)$ | 每个通道的平移与缩放 |
 # | $z = (\mu - m)/s$ | $(B, 4, H/4, W/4)$ | 潜变量，扩散模型只见到它 |
 #
@@ -87,13 +87,13 @@ image_grid(unit(examples) + unit(blurred), columns=6, title="Mean colours keep t
 #
 # $$y_c = w_c \, \frac{x_c}{\sqrt{\tfrac1C \sum_{c'} x_{c'}^2 + \epsilon}}$$
 
-# %% [markdown] lang="en" twin="3ad7086b"
+# %% [markdown] lang="en" twin="f5d12933"
 # A VAE lets the network learn it: the encoder writes a summary, the decoder draws from the summary.
 #
 # | Symbol | Shape | Meaning |
 # | --- | --- | --- |
 # | $x$ | $(B, 3, H, W)$ | a picture, values in $-1 \dots 1$ |
-# | $\mu, \log\sigma^2$ | $(B, 4, H/4, W/4)$ | the encoder's answer: a Gaussian |
+# | $\mu, \log\sigma^2$ | $(B, 4, H/4, W/4)$ | the encoder's answer: a Gaussian ($\sigma$ is its width, no noise level) |
 # | $m, s$ | $(4,)$ | shift and scale of each channel |
 # | $z = (\mu - m)/s$ | $(B, 4, H/4, W/4)$ | the latent, all that the diffusion model ever sees |
 #
@@ -355,14 +355,14 @@ class VAE(nn.Module):
 # %% [markdown] lang="zh"
 # ## 训练一个小的
 #
-# 损失有四项：绝对误差管颜色，平方误差罚大错，梯度误差照看线条，一点点 KL 照看潜空间。KL 的系数只有 $10^{-3}$，这里要的是好摘要，不是好抽样：
+# 损失有四项：绝对误差管颜色，平方误差罚大错，梯度误差照看线条，一点点 KL 照看潜空间。KL 的系数只有 $10^{-3}$，这里要的是好摘要，不是好抽样。像不像用 `psnr` 量，单位分贝，越大越好：
 #
 # $$L = |\hat x - x| + 2\,(\hat x - x)^2 + \tfrac14\,|\nabla \hat x - \nabla x| + 10^{-3}\,\mathrm{KL}$$
 
-# %% [markdown] lang="en" twin="46482f0c"
+# %% [markdown] lang="en" twin="004a8714"
 # ## Train a small one
 #
-# The loss has four terms: absolute error for colour, squared error against big mistakes, gradient error for lines, a little KL for the latent space. Its weight is only $10^{-3}$: we want a good summary here, not a good sampler:
+# The loss has four terms: absolute error for colour, squared error against big mistakes, gradient error for lines, a little KL for the latent space. Its weight is only $10^{-3}$: we want a good summary here, not a good sampler. `psnr` tells how alike two pictures are, in decibels, the more the better:
 #
 # $$L = |\hat x - x| + 2\,(\hat x - x)^2 + \tfrac14\,|\nabla \hat x - \nabla x| + 10^{-3}\,\mathrm{KL}$$
 
@@ -439,12 +439,12 @@ assert torch.allclose(vae.encode(examples), as_sd3, atol=1e-5)  # their shift_fa
 # %% [markdown] lang="zh"
 # ## 大图放不下
 #
-# 解码器的峰值内存（peak memory）与面积成正比：最挤的时候，半分辨率的残差块里有三份 $(w/2)\cdot(H/2)\cdot(W/2)$ 的特征，约 $1.5\,w H W$ 字节。数一数活着的张量，看公式准不准。放不下就分片解码（tiled decoding）。先试最省事的：切成互不重叠的小片，各自解码，再并排放好。
+# 解码器的峰值内存（peak memory）与面积成正比：最挤的时候，半分辨率的残差块里有三份 $(w/2)\cdot(H/2)\cdot(W/2)$ 的 fp32 特征（$w$ 是解码器的宽），约 $1.5\,w H W$ 字节。数一数活着的张量，看公式准不准。放不下就分片解码（tiled decoding）。先试最省事的：切成互不重叠的小片，各自解码，再并排放好。
 
-# %% [markdown] lang="en" twin="6bb8ba85"
+# %% [markdown] lang="en" twin="9b4d3983"
 # ## A large picture does not fit
 #
-# The decoder's peak memory grows with the area: at the tightest moment a block at half resolution holds three copies of $(w/2)\cdot(H/2)\cdot(W/2)$ features, about $1.5\,w H W$ bytes. Count the tensors alive and see whether that is right. What does not fit calls for tiled decoding. The easy way first: cut into pieces that do not overlap, decode each, put them side by side.
+# The decoder's peak memory grows with the area: at the tightest moment a block at half resolution holds three copies of $(w/2)\cdot(H/2)\cdot(W/2)$ fp32 features ($w$ is the decoder's width), about $1.5\,w H W$ bytes. Count the tensors alive and see whether that is right. What does not fit calls for tiled decoding. The easy way first: cut into pieces that do not overlap, decode each, put them side by side.
 
 # %% tags=["hide"]
 import weakref
@@ -529,14 +529,14 @@ assert receptive_radius(Decoder(VAEConfig())) == 6.5 and receptive_radius(Encode
 # %% [markdown] lang="zh"
 # ## 均匀分片
 #
-# 常见做法从左往右按固定步长切，最后常剩一条窄边，也要算一次。均匀的做法：先定片数，再让每片一样大，均匀排开：
+# 常见做法从左往右按固定步长切，最后常剩一条窄边，也要算一次。均匀的做法：先定片数，再让每片一样大，均匀排开。边长 $L$，一片最大 $t$，重叠至少 $o$：
 #
 # $$n = \left\lceil \frac{L - o}{t - o} \right\rceil, \qquad \text{size} = \left\lceil \frac{L + (n - 1)\,o}{n} \right\rceil$$
 
-# %% [markdown] lang="en" twin="39826f7f"
+# %% [markdown] lang="en" twin="d06c990a"
 # ## Even tiles
 #
-# The common way cuts from left to right at a fixed stride, and often leaves a sliver that costs one more call. The even way: fix the number of tiles, give all one size, space them evenly:
+# The common way cuts from left to right at a fixed stride, and often leaves a sliver that costs one more call. The even way: fix the number of tiles, give all one size, space them evenly. $L$ is the side, $t$ the largest tile, $o$ the least overlap:
 #
 # $$n = \left\lceil \frac{L - o}{t - o} \right\rceil, \qquad \text{size} = \left\lceil \frac{L + (n - 1)\,o}{n} \right\rceil$$
 
@@ -571,14 +571,14 @@ assert even[0][0] == 0 and even[-1][1] == 100 and all(b - c >= 8 for (_, b), (c,
 # %% [markdown] lang="zh"
 # ## 扔掉脏边，再混合
 #
-# 教科书式的混合在整个重叠区上线性过渡，可是脏边也分到了权重。脏边宽 $r$，应当先扔掉；剩下的 $o - 2r$ 才用来过渡，至少留一个潜变量宽。$d$ 是到切边的距离：
+# 教科书式的混合在整个重叠区上线性过渡，可是脏边也分到了权重。脏边宽 $r$，应当先扔掉；剩下的 $o - 2r$ 才用来过渡，过渡带宽 $\rho$，至少一个潜变量。$d$ 是到切边的距离，$w$ 是权重：
 #
 # $$w(d) = \operatorname{clamp}\!\left(\frac{d - (o - \rho)/2}{\rho},\, 0,\, 1\right), \qquad \rho = \max(1,\; o - 2r)$$
 
-# %% [markdown] lang="en" twin="73433d02"
+# %% [markdown] lang="en" twin="cb394e15"
 # ## Throw the dirty rim away, then blend
 #
-# The textbook blend fades over the whole overlap, so the dirty rim gets weight too. The rim, $r$ wide, should go first; only the remaining $o - 2r$ serve the fade, at least one latent. $d$ is the distance to the cut edge:
+# The textbook blend fades over the whole overlap, so the dirty rim gets weight too. The rim, $r$ wide, should go first; only the remaining $o - 2r$ serve the fade, of width $\rho$, at least one latent. $d$ is the distance to the cut edge, $w$ the weight:
 #
 # $$w(d) = \operatorname{clamp}\!\left(\frac{d - (o - \rho)/2}{\rho},\, 0,\, 1\right), \qquad \rho = \max(1,\; o - 2r)$$
 

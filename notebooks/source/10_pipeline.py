@@ -52,7 +52,7 @@ from diffusion_engine.scheduler import SOLVERS, Schedule
 # %% [markdown] lang="zh"
 # ## 一个答案已知的小世界
 #
-# 先不碰神经网络。设想世界上只有四张 8×8 的小图 $c_1 \dots c_4$。看着带噪的 $x$，最好的猜测就是按可能性加权的平均，而指向它的速度有闭式解：
+# 先不碰神经网络。设想世界上只有四张 8×8 的小图 $c_1 \dots c_4$。看着带噪的 $x$，最好的猜测就是按可能性加权的平均；有了它，速度也有闭式解，逆着速度走就走向它：
 #
 # $$p_k \propto \pi_k \exp\!\Big(-\frac{\lVert x - (1-\sigma)\,c_k \rVert^2}{2\sigma^2}\Big), \qquad \hat x_0 = \sum_k p_k\, c_k, \qquad v = \frac{x - \hat x_0}{\sigma}$$
 #
@@ -62,10 +62,10 @@ from diffusion_engine.scheduler import SOLVERS, Schedule
 # | $\pi$ | $(B, 4)$ | 提示词说的是哪张图；不提要求就各占四分之一 |
 # | $\hat x_0$ | 同 $x$ | 此刻对成品的猜测 |
 
-# %% [markdown] lang="en" twin="bf97abb8"
+# %% [markdown] lang="en" twin="2aee8d49"
 # ## A small world with a known answer
 #
-# No network yet. Suppose the world holds four pictures of 8×8, $c_1 \dots c_4$. Seeing a noisy $x$, the best guess is their average, weighted by how likely each is, and the velocity towards it has a closed form:
+# No network yet. Suppose the world holds four pictures of 8×8, $c_1 \dots c_4$. Seeing a noisy $x$, the best guess is their average, weighted by how likely each is. From it the velocity follows in closed form; to walk against it is to walk towards the guess:
 #
 # $$p_k \propto \pi_k \exp\!\Big(-\frac{\lVert x - (1-\sigma)\,c_k \rVert^2}{2\sigma^2}\Big), \qquad \hat x_0 = \sum_k p_k\, c_k, \qquad v = \frac{x - \hat x_0}{\sigma}$$
 #
@@ -285,7 +285,8 @@ def denoise(
             no step allocates any. The same bits; a callback's latents live until the step after next.
 
     Raises:
-        ValueError: unknown solver, ``start`` outside 0 … N. NotFiniteError: names the step.
+        ValueError: unknown solver, ``start`` outside 0 … N, a velocity not shaped like the latents.
+        NotFiniteError: names the step.
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r} is unknown; try one of {', '.join(SOLVERS)}")
@@ -294,6 +295,8 @@ def denoise(
     x, count = noise if buffer is None else buffer.load(noise), schedule.num_steps
     for k, (sigma, sigma_next) in list(enumerate(schedule, 1))[start:]:
         step = SOLVERS[solver](velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
+        if step.velocity.shape != x.shape:
+            raise ValueError(f"velocity has shape {tuple(step.velocity.shape)}; expected {tuple(x.shape)}")
         require_finite(step.latents, f"denoise, step {k} of {count},")
         data = predict_data(x, step.velocity, sigma) if callback is not None else None  # x̂0 = x − σ·v
         x, history = step.latents, step.history
@@ -306,12 +309,12 @@ def denoise(
 
 
 # %% [markdown] lang="zh"
-# 提示词指定一张图时，路是直的：速度处处指着它，预览从第一步起就是成品，一步就能走到。
+# 提示词指定一张图时，路是直的：从哪里出发都正对着它走，预览从第一步起就是成品，一步就能走到。
 #
 # 什么也不指定时，路是弯的：预览从四图的平均开始，然后由噪声做主，而且早在潜变量看得清之前就定了。
 
-# %% [markdown] lang="en" twin="717bbe40"
-# When the prompt names one picture the road is straight: the velocity points at it everywhere, the preview is the finished picture from step one, and one step is enough.
+# %% [markdown] lang="en" twin="91dde23c"
+# When the prompt names one picture the road is straight: from everywhere we head right for it, the preview is the finished picture from step one, and one step is enough.
 #
 # When it names none the road bends: the preview starts as the average of all four, then the noise decides, long before you could tell from the latents.
 
@@ -524,12 +527,12 @@ assert torch.equal(generate(["anything"], [3], resume=stopped, **until_8).latent
 # %% [markdown] lang="zh"
 # ## 换上真零件，还没有训练
 #
-# 现在递进去的是前几章的真零件：文本编码器、DiT、引导、VAE，权重全是随机的。你猜会画出什么？线索在第 06 章：最后一层初始为零，所以 $v = 0$。
+# 现在递进去的是前几章的真零件：文本编码器、DiT、引导、VAE，权重全是随机的；`load_model` 只管读文件。你猜会画出什么？线索在第 06 章：最后一层初始为零，所以 $v = 0$。
 
-# %% [markdown] lang="en" twin="b2c8701b"
+# %% [markdown] lang="en" twin="bef2769a"
 # ## Real parts, untrained
 #
-# Now hand in the real parts of the earlier chapters: text encoder, DiT, guidance, VAE, all with random weights. What will they draw? The hint is in chapter 06: the last layer starts at zero, so $v = 0$.
+# Now hand in the real parts of the earlier chapters: text encoder, DiT, guidance, VAE, all with random weights; `load_model` only reads files. What will they draw? The hint is in chapter 06: the last layer starts at zero, so $v = 0$.
 
 # %%
 from diffusion_engine.model_folder import Model, load_model

@@ -54,7 +54,7 @@ from course.rules_source import code_lines
 HOMES = [Path(module.__file__).parent for module in (minivllm.qwen3, diffusion_engine.attention)]
 AUDIT = """
 tensor abstraction  | no      | partly | plain torch.Tensor            |                                         |
-model loader        | partial | yes    | bound to one family           | read_config fuse load_weights           | files.load_model
+model loader        | partial | yes    | bound to one family           | read_config fuse load_weights           | model_folder.load_model
 transformer block   | yes     | yes    | pre-norm, residual: reference | Block                                   | transformer_block.
 attention           | yes     | yes    | causal, grouped, RoPE         | attend Attention NoPast                 | attention.
 MLP                 | partial | yes    | SiluAndMul reusable           | SiluAndMul MLP                          | transformer_block.FeedForward
