@@ -64,13 +64,26 @@ def show(fig: Figure, alt: str, colors: int | None = 256) -> None:
         colors: see `png`.
 
     Raises:
-        ValueError: ``alt`` is empty.
+        ValueError: ``alt`` is empty, or the figure cuts a title off.
     """
     if not alt.strip():
         raise ValueError("alt is empty; say in one sentence what the picture shows")
     data = png(fig, colors)
+    if cut := cut_texts(fig):
+        raise ValueError(f"the figure cuts off {cut[0]!r}; shorten it or make the figure wider")
     plt.close(fig)
     display(Image(data=data, format="png", alt=alt.strip()))
+
+
+def cut_texts(fig: Figure, tolerance: float = 2.0) -> list[str]:
+    """Titles and labels of axes that reach beyond the figure's edge by more than ``tolerance`` pixels."""
+    texts = [
+        text for ax in fig.axes for text in (ax.title, ax._left_title, ax._right_title, ax.xaxis.label, ax.yaxis.label)
+    ]
+    texts += [fig._suptitle] if fig._suptitle is not None else []
+    boxes = {text: text.get_window_extent() for text in texts if text.get_visible() and text.get_text().strip()}
+    inside = fig.bbox.padded(tolerance)
+    return [t.get_text() for t, b in boxes.items() if b.x0 < inside.x0 or b.x1 > inside.x1 or b.y1 > inside.y1]
 
 
 def as_picture(image) -> np.ndarray:

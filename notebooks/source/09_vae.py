@@ -668,7 +668,7 @@ left.axhline(1, color="0.7", lw=1)
 left.set(title="Two latents hide the seam", xlabel="overlap, latents", ylabel="seam ratio")
 right.semilogy(overlaps, [max(value, 1e-8) for value in rmse], "o-")
 right.axvline(2 * radius + 1, color="0.7", lw=1)
-right.set(title="An overlap of 2r + 1 makes it exact", xlabel="overlap, latents", ylabel="RMS error")
+right.set(title="2r + 1 makes it exact", xlabel="overlap, latents", ylabel="RMS error")
 show(fig, alt="Against the overlap: the seam ratio falls towards one, the RMS error falls to rounding at 2r + 1.")
 
 # %% tags=["check"]

@@ -197,7 +197,7 @@ for name, cost, color in (
     ax.loglog(sides, cost / 1e9, "o-", color=color, label=name)
 ax.set(xticks=sides, xticklabels=[f"{s}²" for s in sides.tolist()], ylabel="GFLOP a block")
 ax.minorticks_off()
-ax.set(title="Softmax overtakes all other layers at 4096²; linear attention never does", xlabel="picture")
+ax.set(title="Softmax overtakes all other layers at 4096²", xlabel="picture")
 ax.legend(loc="lower right")
 show(
     fig,

@@ -73,3 +73,12 @@ def test_a_grid_shows_every_picture_with_its_caption(shown):
         figures.image_grid([np.zeros((4, 4))], ["a", "b"], alt="x")
     with pytest.raises(ValueError, match="images is empty"):
         figures.image_grid([], alt="x")
+
+
+def test_a_title_that_is_cut_off_is_named():
+    fig, ax = plt.subplots(figsize=(2, 2))
+    ax.set_title("much too long for a figure of two inches")
+    with pytest.raises(ValueError, match="cuts off 'much too long"):
+        figures.show(fig, alt="nothing")
+    ax.set_title("short")
+    figures.show(fig, alt="nothing")
