@@ -95,7 +95,10 @@ class Watch:
             if not truth(result):
                 many = getattr(result, "numel", int)() > 1
                 wrong = f"{result.numel() - int(result.sum())} of {result.numel()} numbers are not" if many else ""
-                self.last = f"{wrong or brief(left) + ', expected'} {sign} {brief(right)}"
+                if sign in ("==", "!=") and not many:
+                    self.last = f"{brief(left)} {sign} {brief(right)} is false"
+                else:
+                    self.last = f"{wrong or brief(left) + ', expected'} {sign} {brief(right)}"
                 break
         return result
 

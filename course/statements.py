@@ -47,6 +47,9 @@ def step_of(node: ast.stmt) -> Step:
     stores = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
     if not isinstance(node, Definition):  # x[0] = … and x.a = … change x
         stores |= _root_stores(node)
+    if isinstance(node, ast.For):  # the loop binds its variables before its body reads them
+        bound = {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
+        now -= bound - {n.id for n in ast.walk(node.iter) if isinstance(n, ast.Name)}
     inner, waiting = set(), set()
     for table in top.get_children():
         _globals(table, waiting if isinstance(node, ast.FunctionDef) else inner, waiting)
@@ -55,11 +58,13 @@ def step_of(node: ast.stmt) -> Step:
 
 
 def changes(node: ast.stmt) -> frozenset[str]:
-    """Names that calls whose result is dropped may change, the loop's source with the loop's variable.
+    """Names that calls whose result is dropped may change, the loop's source with the loop's variable; a definition runs none.
 
     A loop that trains (``loss.backward()``) may change everything in it but a random generator.
     """
     inside = list(ast.walk(node))
+    if isinstance(node, Definition):
+        return frozenset()
     if any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in inside):
         handed = {id(n.value) for n in inside if isinstance(n, ast.keyword)}
         return frozenset(n.id for n in inside if isinstance(n, ast.Name) and id(n) not in handed)
@@ -92,6 +97,8 @@ def mutated(node: ast.FunctionDef) -> frozenset[int]:
 def handed(node: ast.stmt, functions: Mapping[str, frozenset[int]]) -> frozenset[str]:
     """Names that a statement hands to functions that change them, and lists whose ``append`` it hands on."""
     found = set()
+    if isinstance(node, Definition):  # it runs when it is called
+        return frozenset()
     for call in [n for n in ast.walk(node) if isinstance(n, ast.Call)]:
         places = functions.get(call.func.id, frozenset()) if isinstance(call.func, ast.Name) else frozenset()
         found |= {_root(argument) for place, argument in enumerate(call.args) if place in places}

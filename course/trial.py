@@ -192,6 +192,8 @@ class Trial:
             self.reads[name] = step.later
             if result.cause:
                 self.poison[name] = result.cause
+        for name in step.changes if result.cause else ():  # what it would have changed is not what it should be
+            self.poison.setdefault(name, result.cause)
         return result
 
     def _poisoned(self, names: frozenset[str]) -> tuple[str, int] | None:

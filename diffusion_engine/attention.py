@@ -32,8 +32,8 @@ def attention(
         (B, H, N, Dh).
 
     Raises:
-        ValueError: q, k and v do not fit, the mask is not bool or has not four axes, or ``chunk`` is no positive whole
-            number.
+        ValueError: not a value for each key, or queries not as wide as keys; a mask that is not bool or has not four
+            axes; a ``chunk`` that is no positive whole number.
 
     Source: Vaswani et al. 2017, §3.2; Rabe & Staats 2021 (chunks); Dao et al. 2022 (fused).
     """
@@ -127,7 +127,7 @@ def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) ->
 
 
 class Rope(NamedTuple):
-    """The turn of every token, as cosines and sines: (N, Dh/2) fp32, or any shape that broadcasts to (B, H, N, Dh/2).
+    """The turn of every token, as cosines and sines: (N, Dh/2) fp32; axes before these may broadcast to B and H.
 
     Pair i is components 2i and 2i + 1 (FLUX, Wan, HunyuanVideo); with ``halves`` it is i and i + Dh/2.
     """
@@ -199,7 +199,7 @@ def head_width(width: int, heads: int) -> int:
     """Dh = width / heads.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is no whole number, or one of them is not positive.
     """
     if heads < 1 or width < 1 or width % heads:
         near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads), default=1)
@@ -240,7 +240,7 @@ class Heads(nn.Module):
         return tuple(self.parts(x))
 
     def parts(self, x: Tensor) -> Iterator[Tensor]:
-        """What `split` gives, one after the other, so that each can be used up before the next is made."""
+        """What `split` gives, one after the other: projected once, q and k normalised only when their turn comes."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         yield self.norm_q(q)
         yield self.norm_k(k)

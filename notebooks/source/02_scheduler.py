@@ -304,7 +304,7 @@ def _stretch(sigmas: Tensor, terminal: float | None) -> Tensor:
 # %% [markdown] lang="zh"
 # ## 还有三种疏密
 #
-# 第一站和末站定了，中间可以另排，$u$ 从 $0$ 均匀走到 $1$：
+# 初读可以跳到“三种走法”。第一站和末站定了，中间可以另排，$u$ 从 $0$ 均匀走到 $1$：
 #
 # | 名字 | 中间各站 |
 # | --- | --- |
@@ -314,10 +314,10 @@ def _stretch(sigmas: Tensor, terminal: float | None) -> Tensor:
 #
 # 分位数没有闭式，但 $F$ 有快速收敛的级数，二分就能反解，不必为它多装一个库。
 
-# %% [markdown] lang="en" twin="86802019"
+# %% [markdown] lang="en" twin="ecbef370"
 # ## Three more spacings
 #
-# With the first and last station fixed, those between may be placed anew; $u$ goes evenly from $0$ to $1$:
+# A first reading may go on at “Three ways to walk”. With the first and last station fixed, those between may be placed anew; $u$ goes evenly from $0$ to $1$:
 #
 # | Name | Stations between |
 # | --- | --- |

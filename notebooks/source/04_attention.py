@@ -187,12 +187,12 @@ assert round(flux / 1e9, 2) == 1.02 and round(wan / 1e9, 1) == 25.8
 # %% [markdown] lang="zh"
 # ## 不摆出来，也能算对
 #
-# 每一行只和自己的分数有关，所以可以一次只算一批查询（chunk）：数学上完全相等。融合内核更进一步：边读键边记住目前的最大值与总和，分数随算随丢。PyTorch 的 `scaled_dot_product_attention` 就是它，引擎平时只调用它一次。
+# 每一行只和自己的分数有关，所以可以一次只算一批查询（chunk）：数学上完全相等。融合内核更进一步：边读键边记住目前的最大值与总和，分数随算随丢。PyTorch 的 `scaled_dot_product_attention`（SDPA）会替你挑一个这样的内核，引擎平时只调用它一次。
 
-# %% [markdown] lang="en" twin="554dc7fc"
+# %% [markdown] lang="en" twin="7d60302c"
 # ## Right without laying it out
 #
-# Each row depends on its own scores alone, so queries can be handled a chunk at a time: exactly the same result. A fused kernel goes further: it reads the keys with a running maximum and sum and drops each score after use. PyTorch's `scaled_dot_product_attention` is that kernel; the engine normally calls it once.
+# Each row depends on its own scores alone, so queries can be handled a chunk at a time: exactly the same result. A fused kernel goes further: it reads the keys with a running maximum and sum and drops each score after use. PyTorch's `scaled_dot_product_attention` (SDPA) picks such a kernel for you; the engine normally calls it once.
 
 
 # %% tags=["export"]
@@ -214,8 +214,8 @@ def attention(
         (B, H, N, Dh).
 
     Raises:
-        ValueError: q, k and v do not fit, the mask is not bool or has not four axes, or ``chunk`` is no positive whole
-            number.
+        ValueError: not a value for each key, or queries not as wide as keys; a mask that is not bool or has not four
+            axes; a ``chunk`` that is no positive whole number.
 
     Source: Vaswani et al. 2017, §3.2; Rabe & Staats 2021 (chunks); Dao et al. 2022 (fused).
     """
@@ -244,7 +244,7 @@ for mask in (None, some, some[:, :, :1]):
     truth, _ = naive_attention(q, k, v, mask)
     for chunk in (None, 1, 7, 50, 1000):
         assert torch.allclose(attention(q, k, v, mask, chunk), truth, atol=1e-6)
-assert torch.allclose(attention(q, k, v, scale=1.0), naive_attention(4 * q, k, v)[0], atol=1e-5)  # sqrt(16) = 4
+assert all(torch.allclose(attention(q, k, v, None, c, scale=0.5), attention(2 * q, k, v), atol=1e-5) for c in (None, 7))
 
 # %% tags=["hide"]
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -348,7 +348,7 @@ else:
 # %% [markdown] lang="zh"
 # ## QK 归一化：别让嗓门代替内容
 #
-# 训练久了，$q$ 和 $k$ 会越长越大，softmax 的输出被挤成非 0 即 1。先把它们归一化（normalization），再乘一个学来的权重 $w$：
+# 训练久了，$q$ 和 $k$ 会越长越大，softmax 的输出被挤成非 0 即 1（Dehghani 等人 2023 年在大模型里看到）。先把它们归一化（normalization），再乘一个学来的权重 $w$：
 #
 # $$\mathrm{RMS}(x) = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}$$
 #
@@ -359,10 +359,10 @@ else:
 # | `"rms_across"` | 所有头一起 | Wan、LTX |
 # | `"layer"` | 每个头，还减去均值 | CogVideoX |
 
-# %% [markdown] lang="en" twin="3946e3e7"
+# %% [markdown] lang="en" twin="23509b79"
 # ## QK-norm: content, not volume
 #
-# In long training $q$ and $k$ keep growing, until softmax is all or nothing. So normalise them first, then multiply by a learned weight $w$:
+# In long training $q$ and $k$ keep growing, until softmax is all or nothing (seen in large models by Dehghani et al. 2023). So normalise them first, then multiply by a learned weight $w$:
 #
 # $$\mathrm{RMS}(x) = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}$$
 #
@@ -433,16 +433,16 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 # %% [markdown] lang="zh"
 # ## 旋转位置编码：转过的角度就是位置
 #
-# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$，$\omega_i = \theta^{-2i/d}$。图块有行有列，就让前 $d$ 个分量管行，其余管列（axial）；每个轴的 $i$ 都从 0 数起：
+# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$，$\omega_i = \theta^{-2i/d}$（$\theta$ 定最慢的针）。图块有行有列，就让前 $d$ 个分量管行，其余管列（axial）；每个轴的 $i$ 都从 0 数起：
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
 # 只有位置差算数。文字没有行列，角度取零：不转。
 
-# %% [markdown] lang="en" twin="17f4f1d9"
+# %% [markdown] lang="en" twin="5c762e15"
 # ## RoPE: the angle is the place
 #
-# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$. Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial); on every axis $i$ starts at 0:
+# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$ ($\theta$ sets the slowest). Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial); on every axis $i$ starts at 0:
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
@@ -451,7 +451,7 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 
 # %% tags=["export"]
 class Rope(NamedTuple):
-    """The turn of every token, as cosines and sines: (N, Dh/2) fp32, or any shape that broadcasts to (B, H, N, Dh/2).
+    """The turn of every token, as cosines and sines: (N, Dh/2) fp32; axes before these may broadcast to B and H.
 
     Pair i is components 2i and 2i + 1 (FLUX, Wan, HunyuanVideo); with ``halves`` it is i and i + Dh/2.
     """
@@ -527,6 +527,7 @@ for halves in (False, True):
     turned, moved = apply_rope(q, here), apply_rope(q, there)
     assert torch.allclose(turned @ turned.mT, moved @ moved.mT, atol=1e-4)  # only the offset counts
     assert torch.allclose(turned.norm(dim=-1), q.norm(dim=-1), atol=1e-5)  # a turn stretches nothing
+    assert apply_rope(q.bfloat16(), here).dtype == torch.bfloat16  # turned in fp32, handed back as it came
 
 # %% tags=["check"]
 rope = axial_rope(places, (4, 12))
@@ -534,6 +535,7 @@ hand = apply_rope(torch.eye(16)[0].expand(1, 1, 50, 16), rope)[0, 0, 10, :2]  # 
 assert torch.allclose(hand, torch.tensor([0.5403, 0.8415]), atol=1e-4)  # cos 1, sin 1: one radian, anticlockwise
 assert torch.equal(apply_rope(q, rope)[:, :, 3, :4], q[:, :, 3, :4])  # patch (0, 3): the row's pairs do not turn
 assert torch.equal(apply_rope(k, pad_rope(rope, before=20))[:, :, :20], k[:, :, :20])  # text stays as it is
+assert pad_rope(axial_rope(places, (4, 12), halves=True), 1).halves and grid_positions(5).shape == (5, 1)
 
 # %% tags=["hide"]
 ones = torch.ones(1, 1, 256, 32)
@@ -564,7 +566,7 @@ def head_width(width: int, heads: int) -> int:
     """Dh = width / heads.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is no whole number, or one of them is not positive.
     """
     if heads < 1 or width < 1 or width % heads:
         near = min((h for h in range(1, width + 1) if width % h == 0), key=lambda h: abs(h - heads), default=1)
@@ -605,7 +607,7 @@ class Heads(nn.Module):
         return tuple(self.parts(x))
 
     def parts(self, x: Tensor) -> Iterator[Tensor]:
-        """What `split` gives, one after the other, so that each can be used up before the next is made."""
+        """What `split` gives, one after the other: projected once, q and k normalised only when their turn comes."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         yield self.norm_q(q)
         yield self.norm_k(k)
@@ -768,6 +770,9 @@ a2, b2 = joint(x, noisy, text_mask, rope=image_first)
 assert torch.allclose(a, a2, atol=1e-6) and torch.allclose(b[text_mask], b2[text_mask], atol=1e-6)  # padding is mute
 assert torch.allclose(cross(x, text, text_mask), cross(x, noisy, text_mask), atol=1e-6)
 assert JointAttention(64, heads=4, text_out=False)(x, text)[1] is None  # a text that reads nothing
+assert torch.allclose(cross.keys_values(text)[0].square().mean(-1), torch.ones(2, 4, 20), atol=1e-2)  # QK-norm …
+nn.init.zeros_(cross.q.bias)
+assert torch.allclose(cross(50 * x, text), cross(x, text), atol=1e-3)  # … on both sides: shouting does not help
 
 joint.text_first = True  # another order of the same set gives the same answer
 text_first = pad_rope(rope, before=20)
@@ -817,6 +822,7 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 ids = torch.cat([torch.zeros(20, 3), grid_positions(1, 5, 10)])  # FLUX: text first, at place zero; an empty first axis
 rope = pad_rope(axial_rope(grid_positions(1, 5, 10), (4, 6, 6)), before=20)
 assert torch.allclose(apply_rope(k, rope), apply_rotary_emb(k, FluxPosEmbed(10_000, [4, 6, 6])(ids)), atol=1e-6)
+assert axial_rope(ids, (4, 6, 6), theta=256.0).sin[:, 6].max() > rope.sin[:, 6].max()  # a small theta turns faster
 line = torch.arange(70)
 table = get_1d_rotary_pos_embed(16, line, use_real=True, repeat_interleave_real=False)  # halves
 by_halves = apply_rope(k, axial_rope(line[:, None], (16,), halves=True))

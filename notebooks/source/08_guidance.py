@@ -398,16 +398,16 @@ assert samples[4.0][:, 0].abs().mean() > samples[1.0][:, 0].abs().mean() + 0.3  
 #
 # $$\log p_\sigma(x) + w\,\big[\log p_\sigma(x \mid c) - \log p_\sigma(x)\big]$$
 #
-# 用自动求导走另一条路算一遍，验证它。
+# 用自动求导走另一条路算一遍，验证它。初读可以跳过这一节。
 
-# %% [markdown] lang="en" twin="8bb3cf94"
+# %% [markdown] lang="en" twin="0dfdc423"
 # ## Which hill guidance climbs
 #
 # Let $p_\sigma(x)$ be the density of points at noise level $\sigma$. The best guess of $\varepsilon$ is $-\sigma\,\nabla\log p_\sigma(x)$ (Tweedie's formula), and $v = (\varepsilon - x)/(1-\sigma)$, so $v = -\big(x + \sigma\,\nabla\log p_\sigma(x)\big)/(1-\sigma)$. We walk against the velocity, and with guidance that climbs this hill:
 #
 # $$\log p_\sigma(x) + w\,\big[\log p_\sigma(x \mid c) - \log p_\sigma(x)\big]$$
 #
-# Compute it on another road, by automatic differentiation, and compare.
+# Compute it on another road, by automatic differentiation, and compare. A first reading may skip this section.
 
 # %% tags=["check"]
 x, sigma, w = noise[:50].clone().requires_grad_(), torch.full((1, 1), 0.6), 3.0

@@ -99,7 +99,7 @@ def test_a_wrong_task_is_told_with_its_distance_and_blocks_what_needs_it(third):
         "Sum.count": OPEN,
     }
     twice = result.verdicts[1]
-    assert twice.line == "assert values == [2.0, 4.0] # doubled" and twice.off == "[2.5, 5.0], expected == [2.0, 4.0]"
+    assert twice.line == "assert values == [2.0, 4.0] # doubled" and twice.off == "[2.5, 5.0] == [2.0, 4.0] is false"
     assert grade(third, fill(third, thrice="return 4 * x"), {}).verdicts[2].off == "1, expected < 1e-06"
 
 

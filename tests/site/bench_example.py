@@ -116,7 +116,9 @@ def bench() -> dict:
         "reference": {
             "machine": MACHINE,
             "rows": [
-                {"family": family, "dtype": dtype, "weights": 10**6, "peak_ratio": 0.8, "difference": 1e-6} | compared
+                {"family": family, "dtype": dtype, "weights": 10**6, "peak_ratio": 0.8, "difference": 1e-6}
+                | {"operations": [90, 100], "written_ratio": 0.9, "text_share": 0.02 if family == "wan" else None}
+                | compared
                 for dtype in ("float32", "bfloat16")
                 for family in FAMILIES
             ],
