@@ -324,10 +324,8 @@ small = Order(steps=4, height=64, width=96)
 sizes = {name: latent_shape(Parts(folder, name), replace(small, frames=1)) for name, folder in folders.items()}
 assert sizes["sd3"] == sizes["flux"] == ((4, 8, 12), 24)  # FLUX folds in the loop, not in the latents
 assert sizes["sana"] == ((4, 16, 24), 384) and sizes["wan"] == sizes["cogvideox"] == ((4, 1, 8, 12), 24)
-assert latent_shape(Parts(folders["ltx"], "ltx"), replace(small, frames=17)) == (
-    (8, 3, 2, 3),
-    18,
-)  # 8 frames, 32 pixels
+clip = latent_shape(Parts(folders["ltx"], "ltx"), replace(small, frames=17))
+assert clip == ((8, 3, 2, 3), 18)  # a latent covers 8 frames and 32 pixels a side
 assert small.within(FAMILIES["flux"]) == replace(small, guidance=3.5, frames=1)  # what is given stays
 
 # %% [markdown] lang="zh"
