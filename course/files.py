@@ -59,7 +59,9 @@ def read_notebook(path: Path, advice: str = "delete it and run `course export`")
         for cell in notebook["cells"]:
             cell["source"] = "".join(cell["source"])
             cell["cell_type"].encode(), cell["source"].encode()
-        notebook.setdefault("metadata", {}).get("course")
+            cell.setdefault("metadata", {}).get("tags")
+        stamp = notebook.setdefault("metadata", {}).get("course", {})
+        stamp.get("cells", "").split()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CourseError(f"{path} is not a notebook ({type(error).__name__}: {error}); {advice}") from error
     return notebook

@@ -78,6 +78,11 @@ REFUSALS = {
     "retyped": (lambda n: n["cells"][3].update(cell_type="markdown"), "type or tags of 01-small-chapter-04"),
     "retagged": (lambda n: n["cells"][3].update(metadata={}), "type or tags of 01-small-chapter-04"),
     "a cell marker inside": (write_cell("01-doubling-03", "x = 1\n# %%\ny = 2"), "does not survive"),
+    "no cell's metadata": (lambda n: n["cells"][3].pop("metadata"), "type or tags of 01-small-chapter-04"),
+    "odd cell's metadata": (lambda n: n["cells"][3].update(metadata=[1]), "is not a notebook"),
+    "odd metadata": (lambda n: n.update(metadata="x"), "is not a notebook"),
+    "odd record": (lambda n: n["metadata"].update(course=["x"]), "is not a notebook"),
+    "odd list of cells": (lambda n: n["metadata"].update(course={"cells": 3}), "is not a notebook"),
     "no record": (lambda n: n["metadata"].clear(), "does not say what it was exported from"),
 }
 
