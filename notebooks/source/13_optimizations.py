@@ -701,12 +701,12 @@ show(
 # The experiments above are small. `make bench` measures every switch on whole pictures, and the variants of guidance; the figure reads what it left in `notes/bench.json`. Left of the line time is saved: batching and hoisting pay most, the step cache costs quality. On the right: all variants find as many of 48 captions, no guidance one fewer.
 
 # %% tags=["hide"]
+import inspect
 import json
 from pathlib import Path
 
-import course
-
-report = json.loads((Path(course.__file__).parents[1] / "notes" / "bench.json").read_text("utf-8"))["optimizations"]
+root = Path(inspect.getfile(show)).parents[1]
+report = json.loads((root / "notes" / "bench.json").read_text(encoding="utf-8"))["optimizations"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(6.4, 2.9))
 for row, found in enumerate(report["switches"].values()):
     median, low, high = found["time_ratio"]
