@@ -242,6 +242,9 @@ def animate(
     width: Annotated[str | None, typer.Option(metavar="PIXELS", help="[default: the model's]")] = None,
     scale: Annotated[str | None, typer.Option(metavar="N", help="Magnify the file N times.  [default: 4]")] = None,
     sheet: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also write all frames side by side.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.gif", help="Also write how all frames come about, step by step.")
+    ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}.  [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}.  [default: float32]")] = None,
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another clip model's folder.")] = None,
@@ -265,7 +268,7 @@ def animate(
     if like is not None:
         if prompt is not None or settings or scale is not None:
             raise ValueError(
-                "--like repeats everything that made a clip; with it only -o, --sheet, --model, --device, --dtype go"
+                "--like repeats everything that made a clip; with it only -o, --sheet, --trace, --model, --device, --dtype go"
             )
         record = read_clip_record(like)
     elif prompt is None:
@@ -282,7 +285,9 @@ def animate(
     paths = [check_output(path, CLIP_SUFFIXES) for path in _names(output, len(chosen))]
     if sheet is not None:
         check_output(sheet, ".png")
-    _animate(request, list(chosen), paths, sheet, factor, (model, device, dtype), record, like)
+    if trace is not None:
+        check_output(trace, ".gif")
+    _animate(request, list(chosen), paths, sheet, trace, factor, (model, device, dtype), record, like)
 
 
 def _names(output: Path, count: int) -> list[Path]:
@@ -399,6 +404,7 @@ def _animate(
     chosen: list[int],
     paths: list[Path],
     sheet: Path | None,
+    trace: Path | None,
     scale: int,
     source: tuple[Path | None, str, str],
     record: dict | None,
@@ -421,13 +427,22 @@ def _animate(
         warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
         bar.reset()  # the time that is left is told from the steps alone
         bar.set_description_str(request.prompts[0][:24])
-        result = engine.draw(request, callback=lambda info: bar.update() and None)
+        previews = []
+
+        def watch(info) -> None:
+            bar.update()
+            if trace is not None:
+                previews.append(info.data[chosen].clone())
+
+        result = engine.draw(request, callback=watch)
     clips = [result.clips[i] for i in chosen]
     for clip in clips:
         clip[0].info[RECORD] = json.dumps(json.loads(clip[0].info[RECORD]) | {"scale": scale}, ensure_ascii=False)
     contents = {path: animation(clip, path.suffix.lower(), scale=scale) for path, clip in zip(paths, clips)}
     if sheet is not None:
         contents[sheet] = png(_sheet(clips, scale))
+    if trace is not None:
+        contents[trace] = gif([_sheet(engine.decode(data), 2) for data in previews] + [_sheet(clips, 2)])
     write_files(contents)
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
     drawn = f"{len(request.seeds)} × {request.frames} frames, {request.num_inference_steps} steps on {engine.device}"

@@ -273,6 +273,16 @@ def test_draw_show_and_draw_again(run, tmp_path, suffix):
     assert (tmp_path / f"again{suffix}").read_bytes() == (tmp_path / f"cat{suffix}").read_bytes()
 
 
+def test_a_trace_has_a_sheet_for_every_step_and_ends_in_the_clip(run, tmp_path):
+    assert run("animate", "cat", "-o", "c.gif", "--steps", 2, "--frames", 5, "--trace", "t.gif")[0] == 0
+    with Image.open(tmp_path / "t.gif") as trace, Image.open(tmp_path / "c.gif") as clip:
+        assert trace.n_frames == 2 and trace.size == (5 * 64, 64)  # the last preview is the clip: GIF joins the two
+        trace.seek(1)
+        first = np.asarray(trace.convert("RGB"), int)[:, :64]
+        drawn = np.asarray(clip.convert("RGB").resize((64, 64), Image.Resampling.NEAREST), int)
+    assert np.abs(first - drawn).mean() < 16  # both are palettes of one picture
+
+
 def test_several_and_a_contact_sheet(run, tmp_path):
     code, out, _ = run("animate", "火箭", "-o", "r.webp", "--steps", 1, "--count", 2, "--sheet", "s.png", "--frames", 9)
     assert code == 0 and out.split() == ["r_0.webp", "r_1.webp", "s.png"]
@@ -294,6 +304,7 @@ def test_several_and_a_contact_sheet(run, tmp_path):
         (("cat", "-o", "a.gif", "--frames", "16"), "16 frames are not 4k + 1; try 13 or 17"),
         (("cat", "-o", "a.gif", "--steps", "x"), "steps 'x' is not a whole number"),
         (("cat", "-o", "a.gif", "--scale", "0"), "scale 0 is below 1"),
+        (("cat", "-o", "a.gif", "--trace", "t.png"), "output t.png has the suffix .png; try t.gif"),
         (("cat", "-o", "a.gif", "--sheet", "s.gif"), "output s.gif has the suffix .gif; try s.png"),
         (("cat", "-o", "a.gif", "--device", "gpu"), "device 'gpu' is unknown"),
         (("cat", "--like", "a.gif"), "--like repeats everything that made a clip"),
