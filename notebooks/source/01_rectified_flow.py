@@ -701,9 +701,9 @@ assert torch.allclose(found, (truth - mu) / tau, atol=1e-2)
 # - Euler 的误差斜率是 $-1$，Heun 是 $-2$；直路一步就准。
 # - 重新配对训练，轨迹变直，步数就能变少。
 #
-# 阅读卡片：`papers/01_rectified_flow`、`papers/02_flow_matching`。下一章：02。
+# 阅读卡片：[`papers/01_rectified_flow`](../../papers/01_rectified_flow.zh.md)、[`papers/02_flow_matching`](../../papers/02_flow_matching.zh.md)。下一章：02。
 
-# %% [markdown] lang="en" twin="ec7297d1"
+# %% [markdown] lang="en" twin="fd5f7ee3"
 # ## Recap
 #
 # - The straight road $x_\sigma = (1-\sigma)x_0 + \sigma\varepsilon$ has velocity $v = \varepsilon - x_0$, and $v$ gives back both ends.
@@ -712,4 +712,4 @@ assert torch.allclose(found, (truth - mu) / tau, atol=1e-2)
 # - Euler's error has slope $-1$, Heun's $-2$; on a straight road one step is exact.
 # - Trained on new pairs, trajectories straighten, and fewer steps are enough.
 #
-# Reading cards: `papers/01_rectified_flow`, `papers/02_flow_matching`. Next: chapter 02.
+# Reading cards: [`papers/01_rectified_flow`](../../papers/01_rectified_flow.en.md), [`papers/02_flow_matching`](../../papers/02_flow_matching.en.md). Next: chapter 02.

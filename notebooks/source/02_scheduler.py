@@ -840,9 +840,9 @@ assert first_step(make_schedule(28, 3.0), 1.0) == 0 and first_step(make_schedule
 # - 认不得的设置要拒绝；时间保持 fp32。
 # - 多步法每步只看一眼，斜率和 Heun 一样是 $-2$。
 #
-# 阅读卡片：`papers/05_sd3`、`papers/06_flux`。下一章：03。
+# 阅读卡片：[`papers/05_sd3`](../../papers/05_sd3.zh.md)、[`papers/06_flux`](../../papers/06_flux.zh.md)。下一章：03。
 
-# %% [markdown] lang="en" twin="9bf8625a"
+# %% [markdown] lang="en" twin="65bed33c"
 # ## Recap
 #
 # - A schedule is immutable numbers: $N + 1$ levels, the last $0$; one step is $[1, 0]$.
@@ -851,4 +851,4 @@ assert first_step(make_schedule(28, 3.0), 1.0) == 0 and first_step(make_schedule
 # - Settings we do not know are refused; time stays fp32.
 # - Multistep looks once a step and has Heun's slope of $-2$.
 #
-# Reading cards: `papers/05_sd3`, `papers/06_flux`. Next: chapter 03.
+# Reading cards: [`papers/05_sd3`](../../papers/05_sd3.en.md), [`papers/06_flux`](../../papers/06_flux.en.md). Next: chapter 03.

@@ -399,9 +399,9 @@ assert torch.allclose(fourier.norm(dim=-1), torch.full((4,), 32**0.5))
 # - 时间一路 fp32，过了正弦才转换；半精度的 $t$ 当场被拒绝。
 # - 两层 MLP 把指纹变成条件；与 diffusers 数值一致（误差小于 $10^{-6}$）。
 #
-# 阅读卡片：DiT（`papers/03_dit`）。下一章：04，注意力。
+# 阅读卡片：DiT（[`papers/03_dit`](../../papers/03_dit.zh.md)）。下一章：04，注意力。
 
-# %% [markdown] lang="en" twin="b7e94352"
+# %% [markdown] lang="en" twin="5bdb8dcc"
 # ## Recap
 #
 # - One number is too thin; $D/2$ hands at different paces give time a fingerprint.
@@ -410,4 +410,4 @@ assert torch.allclose(fourier.norm(dim=-1), torch.full((4,), 32**0.5))
 # - Time stays fp32 until it has passed the sinusoid; a half-precision $t$ is refused.
 # - Two layers turn the fingerprint into a condition, equal to diffusers' (within $10^{-6}$).
 #
-# Reading card: DiT (`papers/03_dit`). Next: chapter 04, attention.
+# Reading card: DiT ([`papers/03_dit`](../../papers/03_dit.en.md)). Next: chapter 04, attention.

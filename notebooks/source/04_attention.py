@@ -886,9 +886,9 @@ assert torch.allclose(linear, table @ v, atol=1e-4)
 # - QK 归一化管住嗓门，旋转位置编码只看位置差，文字不转。
 # - 联合注意力互相看，交叉注意力单向问；与 diffusers 一致（误差小于 $10^{-5}$）。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）、FLUX.1（`papers/06_flux`）。下一章：05，AdaLN 与变换器块。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）、FLUX.1（[`papers/06_flux`](../../papers/06_flux.zh.md)）。下一章：05，AdaLN 与变换器块。
 
-# %% [markdown] lang="en" twin="c6e2cf6a"
+# %% [markdown] lang="en" twin="ef6d7b19"
 # ## Recap
 #
 # - Attention is rows of distributions: a better fit is heard more; no order, never causal.
@@ -897,4 +897,4 @@ assert torch.allclose(linear, table @ v, atol=1e-4)
 # - QK-norm rules the volume, RoPE sees offsets only, text does not turn.
 # - Joint attention looks both ways, cross-attention asks one way; equal to diffusers' (within $10^{-5}$).
 #
-# Reading cards: SD3 (`papers/05_sd3`), FLUX.1 (`papers/06_flux`). Next: chapter 05, AdaLN and the transformer block.
+# Reading cards: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)), FLUX.1 ([`papers/06_flux`](../../papers/06_flux.en.md)). Next: chapter 05, AdaLN and the transformer block.

@@ -716,9 +716,9 @@ assert (first - second).abs().amax(dim=(1, 2))[[0, 2]].min() > 0.01
 # - 三种块与 diffusers 的 SD3、FLUX、Wan 块数值一致（误差小于 $10^{-4}$）；最后一块要把缩放和偏移对调。
 # - 调制占三分之一的参数，几乎不占运算；一张小表可以代替它。
 #
-# 阅读卡片：DiT（`papers/03_dit`）、SD3（`papers/05_sd3`）。下一章：06。
+# 阅读卡片：DiT（[`papers/03_dit`](../../papers/03_dit.zh.md)）、SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。下一章：06。
 
-# %% [markdown] lang="en" twin="7bf72e1e"
+# %% [markdown] lang="en" twin="ccd47f72"
 # ## Recap
 #
 # - Normalise first, then let the condition set the volume: $(1 + \gamma) \odot \mathrm{LN}(x) + \beta$.
@@ -727,4 +727,4 @@ assert (first - second).abs().amax(dim=(1, 2))[[0, 2]].min() > 0.01
 # - The three blocks equal diffusers' SD3, FLUX and Wan blocks (within $10^{-4}$); in the last block scale and shift swap places.
 # - Modulation holds a third of the parameters and next to none of the work; a small table can replace it.
 #
-# Reading cards: DiT (`papers/03_dit`), SD3 (`papers/05_sd3`). Next: chapter 06.
+# Reading cards: DiT ([`papers/03_dit`](../../papers/03_dit.en.md)), SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Next: chapter 06.

@@ -731,9 +731,9 @@ image_grid([broad[0] / 2 + 0.5], ["red 8, 16×24"], size=1.6, alt=alt)
 # - 参数和运算量有公式，与计数器一个不差；图块减半，参数不变，运算翻几倍。
 # - 六章的零件合成四行循环，从噪声里画出了数字。
 #
-# 阅读卡片：DiT（`papers/03_dit`）；笔记：`notes/05_dit_shapes`。下一章：07。
+# 阅读卡片：DiT（[`papers/03_dit`](../../papers/03_dit.zh.md)）；笔记：[`notes/05_dit_shapes`](../../notes/05_dit_shapes.zh.md)。下一章：07。
 
-# %% [markdown] lang="en" twin="5070b582"
+# %% [markdown] lang="en" twin="9f8006ae"
 # ## Recap
 #
 # - Patchify moves and never computes; a swapped grid and a swapped inner order keep every shape.
@@ -742,4 +742,4 @@ image_grid([broad[0] / 2 + 0.5], ["red 8, 16×24"], size=1.6, alt=alt)
 # - Parameters and FLOPs have formulas that equal the counters; halve the patch and the work multiplies, not the parameters.
 # - The parts of six chapters make a loop of four lines, and it drew digits out of noise.
 #
-# Reading card: DiT (`papers/03_dit`); note: `notes/05_dit_shapes`. Next: chapter 07.
+# Reading card: DiT ([`papers/03_dit`](../../papers/03_dit.en.md)); note: [`notes/05_dit_shapes`](../../notes/05_dit_shapes.en.md). Next: chapter 07.

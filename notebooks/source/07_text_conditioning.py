@@ -688,9 +688,9 @@ assert torch.allclose(mean_pooled(wide)[0], mean_pooled(red_apple)[0], atol=1e-5
 # - 编码块与 PyTorch 的 `TransformerEncoderLayer` 数值一致（误差小于 $10^{-5}$）。
 # - 缓存精确、按字节限量、借出副本。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）。笔记：提示词缓存（`notes/07_prompt_cache`）。下一章：08。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。笔记：提示词缓存（[`notes/07_prompt_cache`](../../notes/07_prompt_cache.zh.md)）。下一章：08。
 
-# %% [markdown] lang="en" twin="8889b2c9"
+# %% [markdown] lang="en" twin="ef13206b"
 # ## Recap
 #
 # - BPE starts from characters and keeps fusing the most frequent neighbours; with bytes to fall back on, nothing is unknown.
@@ -699,4 +699,4 @@ assert torch.allclose(mean_pooled(wide)[0], mean_pooled(red_apple)[0], atol=1e-5
 # - The encoder block equals PyTorch's `TransformerEncoderLayer` (within $10^{-5}$).
 # - The cache is exact, bounded in bytes, and lends copies.
 #
-# Reading card: SD3 (`papers/05_sd3`). Note: the prompt cache (`notes/07_prompt_cache`). Next: chapter 08.
+# Reading card: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Note: the prompt cache ([`notes/07_prompt_cache`](../../notes/07_prompt_cache.en.md)). Next: chapter 08.

@@ -617,9 +617,9 @@ print(f"the flow ends at width {width:.2f}; the tilted density has {tilted:.2f},
 # - 区间省计算，重缩放调回幅度，CFG-Zero* 先校准 $v_u$。
 # - 与 diffusers 数值一致（误差小于 $10^{-5}$）。
 #
-# 阅读卡片：无分类器引导（`papers/04_cfg`）。笔记：`notes/06_cfg`。下一章：09。
+# 阅读卡片：无分类器引导（[`papers/04_cfg`](../../papers/04_cfg.zh.md)）。笔记：[`notes/06_cfg`](../../notes/06_cfg.zh.md)。下一章：09。
 
-# %% [markdown] lang="en" twin="2be29237"
+# %% [markdown] lang="en" twin="9ed94632"
 # ## Recap
 #
 # - $v = v_u + w(v_c - v_u)$; with `lerp`, exact at both ends, summed in fp32.
@@ -628,4 +628,4 @@ print(f"the flow ends at width {width:.2f}; the tilted density has {tilted:.2f},
 # - The interval saves work, rescaling restores the size, CFG-Zero* calibrates $v_u$ first.
 # - Equal to diffusers (within $10^{-5}$).
 #
-# Reading card: classifier-free guidance (`papers/04_cfg`). Note: `notes/06_cfg`. Next: chapter 09.
+# Reading card: classifier-free guidance ([`papers/04_cfg`](../../papers/04_cfg.en.md)). Note: [`notes/06_cfg`](../../notes/06_cfg.en.md). Next: chapter 09.

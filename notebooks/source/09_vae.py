@@ -769,9 +769,9 @@ assert peaks[1] < 0.6 * peaks[0] < peaks[2]
 # - 均匀分片没有窄边；先扔脏边，再混合。
 # - $o \ge 2r + 1$ 时分片与整图相差不到 $10^{-5}$；与 diffusers 的公式数值一致。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）。下一章：10。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。下一章：10。
 
-# %% [markdown] lang="en" twin="73f7ce84"
+# %% [markdown] lang="en" twin="f2d0662e"
 # ## Recap
 #
 # - A VAE writes $12\,288$ numbers as $1\,024$ and can draw them again.
@@ -780,4 +780,4 @@ assert peaks[1] < 0.6 * peaks[0] < peaks[2]
 # - Even tiles leave no slivers; throw the dirty rim away, then blend.
 # - With $o \ge 2r + 1$ tiles and whole differ by less than $10^{-5}$; the formulas agree with diffusers' in numbers.
 #
-# Reading card: SD3 (`papers/05_sd3`). Next: chapter 10.
+# Reading card: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Next: chapter 10.

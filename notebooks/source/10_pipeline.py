@@ -698,9 +698,9 @@ assert early.cancelled and early.step == 2  # on a straight road the preview nev
 # - NaN 在哪一站出现，就在哪一站报错。
 # - 流水线只认普通函数：换零件不改它。
 #
-# 笔记：数据怎样流过引擎（`notes/03_data_flow`）。下一章：11。
+# 笔记：数据怎样流过引擎（[`notes/03_data_flow`](../../notes/03_data_flow.zh.md)）。下一章：11。
 
-# %% [markdown] lang="en" twin="a3c00662"
+# %% [markdown] lang="en" twin="6e07c70d"
 # ## Recap
 #
 # - One seed and one generator a picture: number $i$ of a batch is the one drawn alone.
@@ -709,4 +709,4 @@ assert early.cancelled and early.step == 2  # on a straight road the preview nev
 # - A NaN is reported by the stage that made it.
 # - The pipeline knows plain functions only: other parts, same code.
 #
-# Note: how data flows through the engine (`notes/03_data_flow`). Next: chapter 11.
+# Note: how data flows through the engine ([`notes/03_data_flow`](../../notes/03_data_flow.en.md)). Next: chapter 11.

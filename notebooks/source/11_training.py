@@ -781,9 +781,9 @@ assert round(0.98**20, 2) == 0.67 and 1 / math.comb(30, 10) < 1e-7
 # - EMA 的 $d$ 从小长到大，随机初值很快忘光。
 # - 随机数由 (种子, 步数) 决定，检查点写全并原子改名：续跑与不停，逐比特相同。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）。下一章：12。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。下一章：12。
 
-# %% [markdown] lang="en" twin="b5463816"
+# %% [markdown] lang="en" twin="aae47f6d"
 # ## Recap
 #
 # - The hard questions are at middle $\sigma$; the logit-normal practises there, and a shift $k$ is adding $\ln k$.
@@ -792,4 +792,4 @@ assert round(0.98**20, 2) == 0.67 and 1 / math.comb(30, 10) < 1e-7
 # - The $d$ of an EMA grows, and the random start is soon forgotten.
 # - (seed, step) decides all randomness, checkpoints are complete and renamed atomically: resumed and uninterrupted agree bit by bit.
 #
-# Reading card: SD3 (`papers/05_sd3`). Next: chapter 12.
+# Reading card: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Next: chapter 12.

@@ -912,9 +912,9 @@ assert peaks["all"] - peaks["none"] > 4
 # - 预算先选最快的路，让步不改结果；装不下就说出最小的数。
 # - 激活检查点每块只留一份输入，梯度不变。
 #
-# 笔记：潜变量缓冲（`notes/08_latent_buffer`）。下一章：13。
+# 笔记：潜变量缓冲（[`notes/08_latent_buffer`](../../notes/08_latent_buffer.zh.md)）。下一章：13。
 
-# %% [markdown] lang="en" twin="4b04b924"
+# %% [markdown] lang="en" twin="1d715043"
 # ## Recap
 #
 # - Memory is in storages: views are free, the dead are subtracted, the process's figure is no guide.
@@ -923,4 +923,4 @@ assert peaks["all"] - peaks["none"] > 4
 # - A budget takes the fastest way that fits; no concession changes the result; one too small names the least.
 # - Activation checkpointing keeps one input a block, and the gradients stay.
 #
-# Note: the latent buffer (`notes/08_latent_buffer`). Next: chapter 13.
+# Note: the latent buffer ([`notes/08_latent_buffer`](../../notes/08_latent_buffer.en.md)). Next: chapter 13.

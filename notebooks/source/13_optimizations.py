@@ -831,9 +831,9 @@ assert abs(half - full) < 0.1 * abs(fewer_steps - full)  # much closer to 128 st
 # - 步缓存要和「少走几步」比；记忆属于一次运行。
 # - 没用的时候要直说：双缓冲不加速；合批引导只在算力没占满时加速，内存总要翻倍。
 #
-# 笔记：`notes/07_prompt_cache`、`notes/08_latent_buffer`。下一章：14。
+# 笔记：[`notes/07_prompt_cache`](../../notes/07_prompt_cache.zh.md)、[`notes/08_latent_buffer`](../../notes/08_latent_buffer.zh.md)。下一章：14。
 
-# %% [markdown] lang="en" twin="34fa088e"
+# %% [markdown] lang="en" twin="5ce62de2"
 # ## Recap
 #
 # - First prove equality or give the error, then time in turn and divide round by round.
@@ -842,4 +842,4 @@ assert abs(half - full) < 0.1 * abs(fewer_steps - full)  # much closer to 128 st
 # - A step cache must be compared with fewer steps; its memory belongs to one run.
 # - Say plainly what does not help: ping-pong buffers bring no speed; batched guidance only where the device is not busy, and memory always doubles.
 #
-# Notes: `notes/07_prompt_cache`, `notes/08_latent_buffer`. Next: chapter 14.
+# Notes: [`notes/07_prompt_cache`](../../notes/07_prompt_cache.en.md), [`notes/08_latent_buffer`](../../notes/08_latent_buffer.en.md). Next: chapter 14.

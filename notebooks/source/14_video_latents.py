@@ -841,9 +841,9 @@ assert change[0] == change.max() and change[-4:].mean() < 0.2 * change[0]
 # - 三维图块和三轴旋转与 Wan 一致；全注意力随 $N^2$ 涨价，分解注意力便宜，但信息要多走一层。
 # - 噪声表、引导、流水线一个字没改。
 #
-# 阅读卡片：`papers/09_wan`。笔记：`notes/09_video_latents`。下一章：15。
+# 阅读卡片：[`papers/09_wan`](../../papers/09_wan.zh.md)。笔记：[`notes/09_video_latents`](../../notes/09_video_latents.zh.md)。下一章：15。
 
-# %% [markdown] lang="en" twin="d17388a6"
+# %% [markdown] lang="en" twin="023284e7"
 # ## Recap
 #
 # - A VAE that shrinks time wants $T = 4k + 1$: the first frame has its own frame of latents, and a picture is a clip of one frame.
@@ -852,4 +852,4 @@ assert change[0] == change.max() and change[-4:].mean() < 0.2 * change[0]
 # - 3-D patches and three-axis rotation agree with Wan; full attention pays $N^2$, factorised attention is cheap but news travels one layer longer.
 # - Schedule, guidance and pipeline have not changed by a word.
 #
-# Reading card: `papers/09_wan`. Note: `notes/09_video_latents`. Next chapter: 15.
+# Reading card: [`papers/09_wan`](../../papers/09_wan.en.md). Note: [`notes/09_video_latents`](../../notes/09_video_latents.en.md). Next chapter: 15.

@@ -819,9 +819,9 @@ assert own.final.linear.weight.any() and own.final.linear.weight.dtype == torch.
 # - 逐个搬运，峰值是模型加一个张量：$W + \max_i w_i$。
 # - 第 06 章的 DiT 读进一个 SD3，速度与 diffusers 相差不到 $10^{-5}$。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）。下一章：16。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。下一章：16。
 
-# %% [markdown] lang="en" twin="e0e0014c"
+# %% [markdown] lang="en" twin="aa29dd20"
 # ## Recap
 #
 # - The skeleton stands on the meta device: no memory, no random numbers, a moment for billions of weights.
@@ -830,4 +830,4 @@ assert own.final.linear.weight.any() and own.final.linear.weight.dtype == torch.
 # - One at a time, the peak is the model and one tensor: $W + \max_i w_i$.
 # - The DiT of chapter 06 read an SD3, and its velocity is within $10^{-5}$ of diffusers'.
 #
-# Reading card: SD3 (`papers/05_sd3`). Next: chapter 16.
+# Reading card: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Next: chapter 16.

@@ -551,9 +551,9 @@ for grid in ((4, 6), (3, 12), (7, 2)):
 # - fp32 下速度与 diffusers 相差不到 $10^{-5}$；bf16 的误差与它自己的相当。
 # - 替身住进 diffusers 的流水线，潜变量相差不到 $10^{-4}$。
 #
-# 阅读卡片：SD3（`papers/05_sd3`）。下一章：17。
+# 阅读卡片：SD3（[`papers/05_sd3`](../../papers/05_sd3.zh.md)）。下一章：17。
 
-# %% [markdown] lang="en" twin="14713200"
+# %% [markdown] lang="en" twin="5ef6e705"
 # ## Recap
 #
 # - SD3 is the DiT of chapter 06 with joint blocks only, and positions from the middle of a table.
@@ -562,4 +562,4 @@ for grid in ((4, 6), (3, 12), (7, 2)):
 # - In fp32 the velocity is within $10^{-5}$ of diffusers'; in bf16 the error is like its own.
 # - The drop-in lives in diffusers' pipeline, with latents within $10^{-4}$.
 #
-# Reading card: SD3 (`papers/05_sd3`). Next: chapter 17.
+# Reading card: SD3 ([`papers/05_sd3`](../../papers/05_sd3.en.md)). Next: chapter 17.

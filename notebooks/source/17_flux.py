@@ -492,9 +492,9 @@ assert not torch.allclose(hidden[1], velocity[1], atol=1e-3)
 # - dev 把引导强度当作条件，一遍代替两遍；schnell 没有这一路。
 # - fp32 下速度与 diffusers 相差不到 $10^{-5}$，流水线的潜变量不到 $10^{-4}$。
 #
-# 阅读卡片：FLUX.1（`papers/06_flux`）。下一章：18。
+# 阅读卡片：FLUX.1（[`papers/06_flux`](../../papers/06_flux.zh.md)）。下一章：18。
 
-# %% [markdown] lang="en" twin="b1653628"
+# %% [markdown] lang="en" twin="c4dbe681"
 # ## Recap
 #
 # - FLUX begins with joint blocks, then sends text and image in one row through parallel ones: both kinds are yours since chapter 05.
@@ -503,4 +503,4 @@ assert not torch.allclose(hidden[1], velocity[1], atol=1e-3)
 # - dev takes the guidance scale as a condition, one run in place of two; schnell has no such path.
 # - In fp32 the velocity is within $10^{-5}$ of diffusers', the pipeline's latents within $10^{-4}$.
 #
-# Reading card: FLUX.1 (`papers/06_flux`). Next: chapter 18.
+# Reading card: FLUX.1 ([`papers/06_flux`](../../papers/06_flux.en.md)). Next: chapter 18.

@@ -587,9 +587,9 @@ assert torch.allclose(both[..., :-1] / both[..., -1:], linear_attention(q, k, v)
 # - 文字走交叉注意力，补位由掩码遮住；旋钮来自一张共用的表。
 # - 与 diffusers 相比，速度相差不到 $10^{-5}$，流水线的潜变量不到 $10^{-4}$。
 #
-# 阅读卡片：Sana（`papers/07_sana`）。下一章：19。
+# 阅读卡片：Sana（[`papers/07_sana`](../../papers/07_sana.zh.md)）。下一章：19。
 
-# %% [markdown] lang="en" twin="804023bf"
+# %% [markdown] lang="en" twin="54217959"
 # ## Recap
 #
 # - With ReLU for softmax the brackets may move: the cost falls from $N^2$ to $N$, and the numbers equal the plain way's.
@@ -598,4 +598,4 @@ assert torch.allclose(both[..., :-1] / both[..., -1:], linear_attention(q, k, v)
 # - Text takes the cross-attention, a mask hides padding; knobs come from one shared table.
 # - Against diffusers the velocity is within $10^{-5}$, the pipeline's latents within $10^{-4}$.
 #
-# Reading card: Sana (`papers/07_sana`). Next: chapter 19.
+# Reading card: Sana ([`papers/07_sana`](../../papers/07_sana.en.md)). Next: chapter 19.

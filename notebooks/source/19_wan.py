@@ -693,9 +693,9 @@ assert torch.allclose(cross.out(few.transpose(1, 2).flatten(-2)), many, atol=1e-
 # - 三轴旋转、视频词元、流水线一字不改；时间可以每个词元一个。
 # - 与 diffusers 相比：速度差不到 $10^{-5}$，潜变量不到 $10^{-4}$，短片不超过 $1/255$。
 #
-# 阅读卡片：Wan2.1（`papers/09_wan`）。下一章：20。
+# 阅读卡片：Wan2.1（[`papers/09_wan`](../../papers/09_wan.zh.md)）。下一章：20。
 
-# %% [markdown] lang="en" twin="60aefc07"
+# %% [markdown] lang="en" twin="fe102993"
 # ## Recap
 #
 # - Through a bias the padded zeros become 506 equal tokens: without a mask they are seen, and how many there are is part of the model.
@@ -704,4 +704,4 @@ assert torch.allclose(cross.out(few.transpose(1, 2).flatten(-2)), many, atol=1e-
 # - Three-axis rotation, video tokens and the pipeline are unchanged; time may differ token by token.
 # - Against diffusers: velocities within $10^{-5}$, latents within $10^{-4}$, clips within $1/255$.
 #
-# Reading card: Wan2.1 (`papers/09_wan`). Next: chapter 20.
+# Reading card: Wan2.1 ([`papers/09_wan`](../../papers/09_wan.en.md)). Next: chapter 20.

@@ -689,9 +689,9 @@ assert torch.equal(x[:, :, :1], picture) and x.isfinite().all()
 # - 最快的角度上万弧度，fp32 的尾数也要一位不差。
 # - 与 diffusers 相比，速度相差不到 $10^{-5}$，流水线的潜变量不到 $10^{-4}$，画面不到 $1/255$。
 #
-# 阅读卡片：LTX-Video（`papers/11_ltx_video`）。下一章：21。
+# 阅读卡片：LTX-Video（[`papers/11_ltx_video`](../../papers/11_ltx_video.zh.md)）。下一章：21。
 
-# %% [markdown] lang="en" twin="2052e88a"
+# %% [markdown] lang="en" twin="502a082a"
 # ## Recap
 #
 # - LTX's block is `DiTBlock` with four switches set: RMSNorm, shared knobs with a table, cross-attention, QK-norm across heads.
@@ -700,4 +700,4 @@ assert torch.equal(x[:, :, :1], picture) and x.isfinite().all()
 # - The fastest angle is over ten thousand radians, so even fp32's last digits must agree.
 # - Against diffusers the velocity is within $10^{-5}$, the pipeline's latents within $10^{-4}$, its pictures within $1/255$.
 #
-# Reading card: LTX-Video (`papers/11_ltx_video`). Next: chapter 21.
+# Reading card: LTX-Video ([`papers/11_ltx_video`](../../papers/11_ltx_video.en.md)). Next: chapter 21.

@@ -869,9 +869,9 @@ assert errors["heun"] < errors["euler"] / 2
 # - 除以 $\cos\varphi + \sin\varphi$，弧线变成直路，DDIM 变成欧拉法；时间和输出要跟着换。
 # - 与 diffusers 相比，输出不到 $10^{-5}$，流水线的潜变量不到 $10^{-4}$，画面不到 1/255。
 #
-# 阅读卡片：CogVideoX（`papers/08_cogvideox`）。下一章：22。
+# 阅读卡片：CogVideoX（[`papers/08_cogvideox`](../../papers/08_cogvideox.zh.md)）。下一章：22。
 
-# %% [markdown] lang="en" twin="9a50be4f"
+# %% [markdown] lang="en" twin="8213141c"
 # ## Recap
 #
 # - Text and video form one row with one set of weights and two of knobs; the knobs listen to time alone.
@@ -880,4 +880,4 @@ assert errors["heun"] < errors["euler"] / 2
 # - Divided by $\cos\varphi + \sin\varphi$ the arc becomes the straight road and DDIM becomes Euler; time and output must change with it.
 # - Against diffusers the output is within $10^{-5}$, the pipeline's latents within $10^{-4}$, frames within 1/255.
 #
-# Reading card: CogVideoX (`papers/08_cogvideox`). Next: chapter 22.
+# Reading card: CogVideoX ([`papers/08_cogvideox`](../../papers/08_cogvideox.en.md)). Next: chapter 22.

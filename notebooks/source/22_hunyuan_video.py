@@ -711,9 +711,9 @@ assert torch.allclose(with_first_frame(base, latents, t, text, pooled, w), expec
 # - 只有视频词元旋转，三根轴，$\theta = 256$；引导强度由流水线乘一千。
 # - fp32 下速度与 diffusers 相差不到 $10^{-5}$，流水线和我们的循环的潜变量相差不到 $10^{-4}$。
 #
-# 阅读卡片：HunyuanVideo（`papers/10_hunyuan_video`）。下一章：23。
+# 阅读卡片：HunyuanVideo（[`papers/10_hunyuan_video`](../../papers/10_hunyuan_video.zh.md)）。下一章：23。
 
-# %% [markdown] lang="en" twin="3682e388"
+# %% [markdown] lang="en" twin="94f94b3e"
 # ## Recap
 #
 # - HunyuanVideo is FLUX's frame, joint then parallel, with the video first, the text behind, and a mask.
@@ -722,4 +722,4 @@ assert torch.allclose(with_first_frame(base, latents, t, text, pooled, w), expec
 # - Only video tokens turn, about three axes with $\theta = 256$; the pipeline multiplies the guidance scale by a thousand.
 # - In fp32 the velocity is within $10^{-5}$ of diffusers'; latents of the pipeline and of our own loop are within $10^{-4}$.
 #
-# Reading card: HunyuanVideo (`papers/10_hunyuan_video`). Next: chapter 23.
+# Reading card: HunyuanVideo ([`papers/10_hunyuan_video`](../../papers/10_hunyuan_video.en.md)). Next: chapter 23.
