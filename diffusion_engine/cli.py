@@ -659,12 +659,11 @@ def _reference(family, model, asked, output, where, download, offload, profile, 
         contents = {output: animation(result.images, suffix, frame_time) if is_clip else png(result.images[0])}
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
         _say("drawn", f"latents {tuple(result.latents.shape)}, {total} steps on {device} in {where[1]}: {stages}")
-        text, (_, tokens) = (
-            run.encode(parts, (order.prompt, ""))[0],
-            run.latent_shape(parts, order.within(parts.family)),
-        )
+        _, tokens = run.latent_shape(parts, order.within(parts.family))
         pictures = f"{len(result.images)} of {result.images[0].size}"
-        flow = f"text {tuple(text.tokens.shape)}, latents {tuple(result.latents.shape)}, {tokens} tokens, pictures {pictures}"
+        flow = f"latents {tuple(result.latents.shape)}, {tokens} tokens, pictures {pictures}"
+        if not parts.has_encoders:  # drawn once more for their shape; real encoders would be loaded again
+            flow = f"text {tuple(run.encode(parts, (order.prompt, ''))[0].tokens.shape)}, {flow}"
         _say("shapes", flow)
         if profile:
             measured = run.profile(parts, order)

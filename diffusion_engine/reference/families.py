@@ -5,6 +5,7 @@ followed, how latents lie, what stands between latents and VAE. diffusers and tr
 VAEs, and imported when one of them is first needed.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ class Family:
         """The road that the folder's ``scheduler_config.json`` describes."""
         return Schedule.from_config(folder / "scheduler", steps, num_tokens=tokens, grid=self.grid)
 
-    def network(self, net: nn.Module, folder) -> Any:
+    def network(self, net: Callable, folder) -> Callable:
         """The transformer as a velocity: itself, unless it predicts something else."""
         return net
 

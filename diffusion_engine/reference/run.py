@@ -185,12 +185,13 @@ def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, Prompt
 def network(parts: Parts, guidance: float) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
     """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside."""
     family, vae = parts.family, read_json(parts.folder / "vae" / "config.json")
+    velocity = family.network(lambda *given, **more: parts.get("transformer")(*given, **more), parts.folder)
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
         text, pooled = prompt.tokens.to(parts.dtype), prompt.pooled.to(parts.dtype)
         mask, extra = prompt.mask if family.masked else None, family.extra(net, x, guidance, vae)
-        return family.network(net, parts.folder)(x.to(parts.dtype), t, text, mask, pooled, **extra).float()
+        return velocity(x.to(parts.dtype), t, text, mask, pooled, **extra).float()
 
     return model
 

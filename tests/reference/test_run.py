@@ -141,6 +141,14 @@ def test_the_list_says_what_is_blocked(capfd, monkeypatch, tmp_path):
     assert out.count("blocked: no weights here") == len(FAMILIES)
 
 
+def test_the_command_knows_the_families():
+    """It names them without importing torch, so they stand there once more."""
+    from diffusion_engine import cli
+
+    assert [*cli.PICTURE_FAMILIES, *cli.CLIP_FAMILIES] == list(FAMILIES)
+    assert [name for name, family in FAMILIES.items() if family.is_clip] == list(cli.CLIP_FAMILIES)
+
+
 def test_help_needs_no_torch():
     code = "import sys; from diffusion_engine.cli import main; main(['reference', '--help']); assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
