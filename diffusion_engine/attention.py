@@ -84,8 +84,14 @@ def joint_mask(text_mask: Tensor | None, num_image_tokens: int, text_first: bool
     return F.pad(key_mask(text_mask), sides, value=True)
 
 
+def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, computed in fp32: (…, D) → the same, in x's dtype."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (…, 1); no square is kept
+    return (x * torch.rsqrt(length.square() / x.shape[-1] + eps)).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32; the mean square and the root, not w.
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis; all but w in fp32, see `rms_normalize`.
 
     The normalised x has x's dtype again before w multiplies it (Zhang & Sennrich 2019)."""
 
@@ -95,7 +101,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return rms_normalize(x, self.eps) * self.weight
 
 
 class RMSNormAcrossHeads(RMSNorm):
@@ -184,9 +190,11 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     if x.shape[-2:] != (tokens, 2 * pairs):
         found = f"{x.shape[-2]} tokens of {x.shape[-1]}"
         raise ValueError(f"x has {found} but rope turns {tokens} of {2 * pairs}; pad_rope adds tokens that stay")
-    x0, x1 = x.float().chunk(2, dim=-1) if rope.halves else x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin  # (B, H, N, Dh/2) each
-    return (torch.cat(turned, dim=-1) if rope.halves else torch.stack(turned, dim=-1).flatten(-2)).to(x.dtype)
+    if rope.halves:
+        x0, x1 = x.float().chunk(2, dim=-1)  # (B, H, N, Dh/2) each
+        return torch.cat([x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin], dim=-1).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # x0 + i · x1, in place of x
+    return torch.view_as_real(pairs * torch.complex(rope.cos, rope.sin)).flatten(-2).to(x.dtype)
 
 
 def pad_rope(rope: Rope, before: int = 0, after: int = 0) -> Rope:
@@ -272,7 +280,8 @@ class SelfAttention(nn.Module):
         """Tokens x (B, N, D); ``mask``, ``chunk`` as in `attention`; ``rope`` turns all N tokens."""
         q, k, v = self.stream.split(x)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         return self.stream.merge(attention(q, k, v, mask, chunk))
 
 
@@ -314,7 +323,8 @@ class JointAttention(nn.Module):
         # (B, H, N + M, Dh) each, joined one after the other: no name keeps the parts, so their memory ends here
         q, k, v = map(lambda *p: torch.cat(p, dim=-2), *(stream.parts(tokens) for stream, tokens in streams))
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
         heads = attention(q, k, v, joint_mask(text_mask, x.shape[1], self.text_first), chunk)
         for_image, for_text = heads.split(sizes, dim=-2)[::order]
@@ -366,6 +376,7 @@ class CrossAttention(nn.Module):
         heads = attention(q, k, v, None if text_mask is None else key_mask(text_mask), chunk)
         return self.out(heads.transpose(1, 2).flatten(-2))
 
-    def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
-        """x (B, N, D) asks text (B, M, Dt)."""
-        return self.attend(x, *self.keys_values(text), text_mask, chunk)
+    def forward(self, x: Tensor, text, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """x (B, N, D) asks text (B, M, Dt), or what `keys_values` made of it, a tuple."""
+        keys, values = text if isinstance(text, tuple) else self.keys_values(text)
+        return self.attend(x, keys, values, text_mask, chunk)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
 from diffusion_engine.text_conditioning import PromptEmbeds
-from diffusion_engine.transformer_block import JointBlock, split_mods
+from diffusion_engine.transformer_block import JointBlock, Mod, split_mods
 
 
 class Timing(NamedTuple):
@@ -123,6 +123,14 @@ def cut_knobs(dit: DiT, flat: Sequence[Tensor]) -> list:
         cond.append(tuple(split_mods(next(parts), side.n, side.gate) for side in sides))
     cond += [split_mods(next(parts), block.modulation.n, block.modulation.gate) for block in dit.parallel_blocks]
     return [*cond, next(parts).unsqueeze(1).chunk(2, dim=-1)]
+
+
+def by_step(knobs: Any, steps: int) -> list:
+    """Knobs made for S · B samples at once, step after step, as S times those of B; nested in any way, None stays None."""
+    if knobs is None or isinstance(knobs, Tensor):
+        return [None] * steps if knobs is None else list(knobs.unflatten(0, (steps, -1)).unbind(0))
+    rows = zip(*(by_step(part, steps) for part in knobs))
+    return [type(knobs)(*row) if isinstance(knobs, Mod) else type(knobs)(row) for row in rows]
 
 
 def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds) -> list[Conditions]:

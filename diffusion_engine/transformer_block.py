@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion_engine.attention import Heads, JointAttention, QKNorm, Rope, SelfAttention, apply_rope, attention
+from diffusion_engine.attention import (
+    Heads,
+    JointAttention,
+    QKNorm,
+    Rope,
+    SelfAttention,
+    apply_rope,
+    attention,
+    rms_normalize,
+)
 
 
 class Mod(NamedTuple):
@@ -32,9 +41,9 @@ def normalize(x: Tensor, kind: str = "layer") -> Tensor:
         ValueError: another kind.
     """
     if kind == "layer":
-        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return F.layer_norm(x, x.shape[-1:], eps=1e-6)  # fp32 inside, whatever x is
     if kind == "rms":
-        return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return rms_normalize(x)
     raise ValueError(f"norm {kind!r} is unknown; try 'layer' or 'rms'")
 
 
@@ -43,7 +52,7 @@ def modulate(x: Tensor, mod: Mod, norm: str = "layer") -> Tensor:
 
     Source: Perez et al. 2017 (FiLM); Peebles & Xie 2023 (DiT), §3.2.
     """
-    return normalize(x, norm) * (1 + mod.scale) + mod.shift
+    return torch.addcmul(mod.shift, normalize(x, norm), 1 + mod.scale)  # β + norm(x) · (1 + γ), in one pass
 
 
 def split_mods(flat: Tensor, n: int, gate: bool = True) -> list[Mod]:
@@ -84,6 +93,13 @@ class Modulation(nn.Module):
         return split_mods(self.linear(F.silu(cond)), self.n, self.gate)
 
 
+def gelu(hidden: Tensor, approximate: str = "tanh") -> Tensor:
+    """GELU of what a layer has just made; in its place unless a gradient needs it: nothing in a block is as wide."""
+    if hidden.requires_grad:
+        return F.gelu(hidden, approximate=approximate)
+    return torch.ops.aten.gelu_(hidden, approximate=approximate)
+
+
 class FeedForward(nn.Sequential):
     """Linear → GELU (tanh form) → Linear on every token alone: width → hidden → width.
 
@@ -97,10 +113,7 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self[0](x)
-        if hidden.requires_grad:
-            return self[2](self[1](hidden))
-        return self[2](torch.ops.aten.gelu_(hidden, approximate=self[1].approximate))  # in place: nothing is as wide
+        return self[2](gelu(self[0](x), self[1].approximate))
 
 
 class DiTBlock(nn.Module):
@@ -141,10 +154,10 @@ class DiTBlock(nn.Module):
 
     def forward(self, x, cond, mask=None, rope: Rope | None = None, chunk=None, text=None, text_mask=None) -> Tensor:
         for_attn, for_ff = self.modulation(cond)
-        x = x + for_attn.gate * self.attn(modulate(x, for_attn, self.norm), mask, rope, chunk)
+        x = torch.addcmul(x, for_attn.gate, self.attn(modulate(x, for_attn, self.norm), mask, rope, chunk))
         if self.cross is not None:
             x = x + self.cross(self.cross_norm(x), text, text_mask)
-        return x + for_ff.gate * self.ff(modulate(x, for_ff, self.norm))
+        return torch.addcmul(x, for_ff.gate, self.ff(modulate(x, for_ff, self.norm)))
 
 
 class JointBlock(nn.Module):
@@ -171,13 +184,13 @@ class JointBlock(nn.Module):
         for_image, for_text = cond if isinstance(cond, tuple) else (cond, cond)
         image_mods, text_mods = self.image_modulation(for_image), self.text_modulation(for_text)
         a, b = self.attn(modulate(x, image_mods[0]), modulate(text, text_mods[0]), text_mask, rope, chunk)
-        x = x + image_mods[0].gate * a
-        text = text if self.last else text + text_mods[0].gate * b
+        x = torch.addcmul(x, image_mods[0].gate, a)
+        text = text if self.last else torch.addcmul(text, text_mods[0].gate, b)
         del a, b  # nothing below reads them, and the widest tensors come next
-        x = x + image_mods[1].gate * self.image_ff(modulate(x, image_mods[1]))
+        x = torch.addcmul(x, image_mods[1].gate, self.image_ff(modulate(x, image_mods[1])))
         if self.last:
             return x, None
-        return x, text + text_mods[1].gate * self.text_ff(modulate(text, text_mods[1]))
+        return x, torch.addcmul(text, text_mods[1].gate, self.text_ff(modulate(text, text_mods[1])))
 
 
 class ParallelBlock(nn.Module):
@@ -202,16 +215,18 @@ class ParallelBlock(nn.Module):
         h = modulate(x, mod)
         q, k, v = self.stream.split(h)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         attended = self.stream.merge(attention(q, k, v, mask, chunk))  # (B, N, D)
         del q, k, v  # nothing below reads them, and the widest tensors come next
-        return x + mod.gate * self.out(torch.cat([attended, F.gelu(self.ff_in(h), approximate="tanh")], dim=-1))
+        return torch.addcmul(x, mod.gate, self.out(torch.cat([attended, gelu(self.ff_in(h))], dim=-1)))
 
 
 class ModulationTable(nn.Module):
     """Knobs of one block = shared knobs + a table of the block's own: (B, 3·n·D) → n × `Mod`.
 
     The shared knobs are made once for all blocks, Linear(SiLU(c)), or per token (B, N, 3·n·D). The table starts at zero.
+    Knobs that were made before, a list of `Mod`, pass unchanged.
 
     Raises:
         ValueError: the shared vector does not have 3·n·D entries.
@@ -224,7 +239,9 @@ class ModulationTable(nn.Module):
         self.n = n
         self.table = nn.Parameter(torch.zeros(3 * n, width))
 
-    def forward(self, shared: Tensor) -> list[Mod]:
+    def forward(self, shared: Tensor | list[Mod]) -> list[Mod]:
+        if isinstance(shared, list):
+            return shared
         if shared.ndim not in (2, 3) or shared.shape[-1] != self.table.numel():
             rows, width = self.table.shape
             raise ValueError(f"shared knobs have shape {tuple(shared.shape)}; expected (B, {rows} · {width})")

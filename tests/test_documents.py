@@ -51,25 +51,43 @@ def text_of(document: str, language: str) -> str:
 
 def fences(document: str, language: str) -> list[tuple[str, int]]:
     """Python fences of a document with the line on which their code begins."""
+    return [(code, line) for code, line, _ in shown(document, language)]
+
+
+def shown(document: str, language: str) -> list[tuple[str, int, str | None]]:
+    """Python fences with the line on which their code begins and, where one is shown right below, what they print."""
     tokens = reader().parse(text_of(document, language))
-    found = [token for token in tokens if token.type == "fence" and token.info.split()[:1] == ["python"]]
-    return [(token.content, token.map[0] + 2) for token in found]
+    found = []
+    for token, below in zip(tokens, [*tokens[1:], None]):
+        if token.type == "fence" and token.info.split()[:1] == ["python"]:
+            printed = below.content if below and below.type == "fence" and below.info == "text" else None
+            found.append((token.content, token.map[0] + 2, printed))
+    return found
+
+
+def own_lines(code: str) -> list[str]:
+    """The lines of a fence that are neither empty nor imports; a comment on a line of its own counts."""
+    imports = [node for node in ast.parse(code).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    skipped = {line for node in imports for line in range(node.lineno, node.end_lineno + 1)}
+    return [line for k, line in enumerate(code.splitlines(), 1) if line.strip() and k not in skipped]
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_runs(document):
+def test_code_runs_and_prints_what_is_shown(document, capsys):
     torch.manual_seed(0)
     names = {"__name__": "__main__"}
-    for code, line in fences(document, "zh"):
+    for code, line, printed in shown(document, "zh"):
         exec(compile("\n" * (line - 1) + code, str(half(ROOT / document, "zh")), "exec"), names)
+        found = capsys.readouterr().out
+        assert printed is None or found == printed
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_is_the_same_in_both_languages(document):
-    zh, en = ([code for code, _ in fences(document, language)] for language in LANGUAGES)
+    zh, en = ([(code, printed) for code, _, printed in shown(document, language)] for language in LANGUAGES)
     assert zh == en
 
 
@@ -88,10 +106,23 @@ def test_a_card_has_one_short_fence_that_asserts(name):
 
 
 @pytest.mark.parametrize("name", NOTES)
-def test_a_note_has_one_short_fence_that_asserts(name):
-    (code, _), *rest = fences(f"notes/{name}", "en")
-    assert not rest and isinstance(ast.parse(code).body[-1], ast.Assert)
-    assert len(code.splitlines()) <= 16 and max(map(len, code.splitlines())) <= 120
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_note_breaks_its_misconception_with_five_lines(name, language):
+    """The fence under "Break it": five lines besides imports, one statement each; what they print stands below."""
+    broken = text_of(f"notes/{name}", language).split(f"\n## {NOTE_SECTIONS[language][0]}\n")[1].split("\n## ")[0]
+    code, _, printed = shown(f"notes/{name}", language)[0]
+    assert code in broken and broken.count("```python") == 1 and printed and "print(" in code
+    assert len(own_lines(code)) <= 5, f"{len(own_lines(code))} lines"
+    assert ";" not in code and max(map(len, code.splitlines())) <= 100
+    heads = [node.lineno for node in ast.walk(ast.parse(code)) if isinstance(node, ast.stmt)]
+    assert len(heads) == len(set(heads)), "two statements on one line"
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_else_a_note_runs_is_short_and_asserts(name):
+    for code, _, printed in shown(f"notes/{name}", "en")[1:]:
+        assert printed is None and isinstance(ast.parse(code).body[-1], ast.Assert)
+        assert len(own_lines(code)) <= 9 and max(map(len, code.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("name", NOTES)

@@ -108,7 +108,7 @@ def centred_positions(grid: tuple[int, int, int], base: tuple[int, int]) -> Tens
 
 def steer(x: Tensor, mod: Mod) -> Tensor:
     """(1 + γ) · x + β: `modulate` for tokens (B, N, D) that were normalised already."""
-    return x * (1 + mod.scale) + mod.shift
+    return torch.addcmul(mod.shift, x, 1 + mod.scale)
 
 
 class ExpertNorm(nn.Module):
@@ -147,7 +147,7 @@ class CogVideoXBlock(nn.Module):
         for norm, layer in ((self.norm1, attend), (self.norm2, self.ff)):
             h, h_text, gate, text_gate = norm(x, text, cond)
             both = layer(torch.cat([h_text, h], dim=1))  # (B, M + N, D)
-            x, text = x + gate * both[:, m:], text + text_gate * both[:, :m]
+            x, text = torch.addcmul(x, gate, both[:, m:]), torch.addcmul(text, text_gate, both[:, :m])
         return x, text
 
 

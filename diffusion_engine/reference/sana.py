@@ -105,10 +105,11 @@ class ConvFeedForward(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        x = F.silu(self.expand(x)).mT.unflatten(-1, grid)  # (B, 2·hidden, h, w)
-        x = self.depthwise(x)  # one name: what was expanded is let go
-        value, gate = x.flatten(2).mT.chunk(2, dim=-1)
-        return self.out(value * F.silu(gate))
+        weight, bias = self.expand.weight.expand(len(x), -1, -1), self.expand.bias.unsqueeze(-1)
+        x = torch.baddbmm(bias, weight, x.mT)  # (B, 2·hidden, N): channels first, as the convolution wants them
+        x = self.depthwise(F.silu(x, inplace=not x.requires_grad).unflatten(-1, grid)).flatten(2)
+        value, gate = x.chunk(2, dim=1)  # (B, hidden, N) each
+        return self.out((value * F.silu(gate)).mT)
 
 
 class SanaBlock(nn.Module):
@@ -128,9 +129,9 @@ class SanaBlock(nn.Module):
 
     def forward(self, x, shared, text, text_mask, grid):
         for_attn, for_ff = self.modulation(shared)
-        x = x + for_attn.gate * self.attn(modulate(x, for_attn))
+        x = torch.addcmul(x, for_attn.gate, self.attn(modulate(x, for_attn)))
         x = x + self.cross(x, text, text_mask)
-        return x + for_ff.gate * self.ff(modulate(x, for_ff), grid)
+        return torch.addcmul(x, for_ff.gate, self.ff(modulate(x, for_ff), grid))
 
 
 BLOCK = {

@@ -79,12 +79,13 @@ class DualBlock(JointBlock):
         for_joint, for_ff, for_own = self.image_modulation(cond)
         text_mods = self.text_modulation(cond)
         a, b = self.attn(modulate(x, for_joint), modulate(text, text_mods[0]), text_mask, rope, chunk)
-        x = x + for_joint.gate * a + for_own.gate * self.attn2(modulate(x, for_own), chunk=chunk)
-        x = x + for_ff.gate * self.image_ff(modulate(x, for_ff))
+        own = self.attn2(modulate(x, for_own), chunk=chunk)
+        x = torch.addcmul(torch.addcmul(x, for_joint.gate, a), for_own.gate, own)
+        x = torch.addcmul(x, for_ff.gate, self.image_ff(modulate(x, for_ff)))
         if self.last:
             return x, None
-        text = text + text_mods[0].gate * b
-        return x, text + text_mods[1].gate * self.text_ff(modulate(text, text_mods[1]))
+        text = torch.addcmul(text, text_mods[0].gate, b)
+        return x, torch.addcmul(text, text_mods[1].gate, self.text_ff(modulate(text, text_mods[1])))
 
 
 BLOCK = {

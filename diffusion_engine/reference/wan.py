@@ -105,9 +105,9 @@ class WanBlock(DiTBlock):
 
     def forward(self, x, shared, rope, text, image=None) -> Tensor:
         for_attn, for_ff = self.modulation(shared.float())
-        x = (x + for_attn.gate * self.attn(exactly(x, for_attn), rope=rope)).to(x.dtype)
+        x = torch.addcmul(x, for_attn.gate, self.attn(exactly(x, for_attn), rope=rope)).to(x.dtype)
         x = x + self.cross(self.cross_norm(x), text, image)
-        return (x + for_ff.gate * self.ff(exactly(x, for_ff))).to(x.dtype)
+        return torch.addcmul(x, for_ff.gate, self.ff(exactly(x, for_ff))).to(x.dtype)
 
 
 BLOCK = {

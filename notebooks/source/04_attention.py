@@ -375,8 +375,14 @@ else:
 
 
 # %% tags=["export"]
+def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, computed in fp32: (…, D) → the same, in x's dtype."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (…, 1); no square is kept
+    return (x * torch.rsqrt(length.square() / x.shape[-1] + eps)).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
-    """y = w · x / sqrt(mean(x²) + eps) over the last axis, computed in fp32; the mean square and the root, not w.
+    """y = w · x / sqrt(mean(x²) + eps) over the last axis; all but w in fp32, see `rms_normalize`.
 
     The normalised x has x's dtype again before w multiplies it (Zhang & Sennrich 2019)."""
 
@@ -386,7 +392,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return rms_normalize(x, self.eps) * self.weight
 
 
 class RMSNormAcrossHeads(RMSNorm):
@@ -427,6 +433,7 @@ assert torch.allclose(layer(q + 3), layer(q), atol=1e-4) and not torch.allclose(
 across.weight.data = torch.arange(64) / 64  # weights run head by head
 assert torch.allclose(across(q)[0, 3, 0, 5] / across(q)[0, 1, 0, 5], q[0, 3, 0, 5] / q[0, 1, 0, 5] * 53 / 21, rtol=1e-4)
 assert torch.equal(RMSNorm(16).half()(torch.full((1, 16), 6e4).half()), torch.ones(1, 16).half())  # squared in fp32
+assert torch.allclose(rms_normalize(q), F.rms_norm(q, (16,), eps=1e-6), atol=1e-6)  # torch's own agrees
 assert all(qk_norm_layer(kind, 4, 16, eps=1e4)(q).abs().max() < 0.1 for kind in ("rms", "rms_across", "layer"))
 assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4  # no score exceeds sqrt(Dh)
 
@@ -437,7 +444,7 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
-# 只有位置差算数。文字没有行列，角度取零：不转。
+# 只有位置差算数。文字没有行列，角度取零：不转。把一对看成复数 $x_{2i} + \mathrm{i}\, x_{2i+1}$，转就是乘 $e^{\mathrm{i}\omega_i p}$：一次乘法。
 
 # %% [markdown] lang="en" twin="5c762e15"
 # ## RoPE: the angle is the place
@@ -446,7 +453,7 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
-# Only the offset counts. Text has no row and no column; its angle is zero: no turn.
+# Only the offset counts. Text has no row and no column; its angle is zero: no turn. Read a pair as a complex number $x_{2i} + \mathrm{i}\, x_{2i+1}$, and turning is one product with $e^{\mathrm{i}\omega_i p}$.
 
 
 # %% tags=["export"]
@@ -509,9 +516,11 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     if x.shape[-2:] != (tokens, 2 * pairs):
         found = f"{x.shape[-2]} tokens of {x.shape[-1]}"
         raise ValueError(f"x has {found} but rope turns {tokens} of {2 * pairs}; pad_rope adds tokens that stay")
-    x0, x1 = x.float().chunk(2, dim=-1) if rope.halves else x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin  # (B, H, N, Dh/2) each
-    return (torch.cat(turned, dim=-1) if rope.halves else torch.stack(turned, dim=-1).flatten(-2)).to(x.dtype)
+    if rope.halves:
+        x0, x1 = x.float().chunk(2, dim=-1)  # (B, H, N, Dh/2) each
+        return torch.cat([x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin], dim=-1).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # x0 + i · x1, in place of x
+    return torch.view_as_real(pairs * torch.complex(rope.cos, rope.sin)).flatten(-2).to(x.dtype)
 
 
 def pad_rope(rope: Rope, before: int = 0, after: int = 0) -> Rope:
@@ -639,7 +648,8 @@ class SelfAttention(nn.Module):
         """Tokens x (B, N, D); ``mask``, ``chunk`` as in `attention`; ``rope`` turns all N tokens."""
         q, k, v = self.stream.split(x)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         return self.stream.merge(attention(q, k, v, mask, chunk))
 
 
@@ -703,7 +713,8 @@ class JointAttention(nn.Module):
         # (B, H, N + M, Dh) each, joined one after the other: no name keeps the parts, so their memory ends here
         q, k, v = map(lambda *p: torch.cat(p, dim=-2), *(stream.parts(tokens) for stream, tokens in streams))
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
         heads = attention(q, k, v, joint_mask(text_mask, x.shape[1], self.text_first), chunk)
         for_image, for_text = heads.split(sizes, dim=-2)[::order]
@@ -756,9 +767,10 @@ class CrossAttention(nn.Module):
         heads = attention(q, k, v, None if text_mask is None else key_mask(text_mask), chunk)
         return self.out(heads.transpose(1, 2).flatten(-2))
 
-    def forward(self, x: Tensor, text: Tensor, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
-        """x (B, N, D) asks text (B, M, Dt)."""
-        return self.attend(x, *self.keys_values(text), text_mask, chunk)
+    def forward(self, x: Tensor, text, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """x (B, N, D) asks text (B, M, Dt), or what `keys_values` made of it, a tuple."""
+        keys, values = text if isinstance(text, tuple) else self.keys_values(text)
+        return self.attend(x, keys, values, text_mask, chunk)
 
 
 # %% tags=["check"]
@@ -769,6 +781,7 @@ a, b = joint(x, text, text_mask, rope=image_first)
 a2, b2 = joint(x, noisy, text_mask, rope=image_first)
 assert torch.allclose(a, a2, atol=1e-6) and torch.allclose(b[text_mask], b2[text_mask], atol=1e-6)  # padding is mute
 assert torch.allclose(cross(x, text, text_mask), cross(x, noisy, text_mask), atol=1e-6)
+assert torch.equal(cross(x, cross.keys_values(text), text_mask), cross(x, text, text_mask))  # made ahead: the same
 assert JointAttention(64, heads=4, text_out=False)(x, text)[1] is None  # a text that reads nothing
 assert torch.allclose(cross.keys_values(text)[0].square().mean(-1), torch.ones(2, 4, 20), atol=1e-2)  # QK-norm …
 nn.init.zeros_(cross.q.bias)

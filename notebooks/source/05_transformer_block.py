@@ -40,7 +40,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion_engine.attention import Heads, JointAttention, QKNorm, Rope, SelfAttention, apply_rope, attention
+from diffusion_engine.attention import (
+    Heads,
+    JointAttention,
+    QKNorm,
+    Rope,
+    SelfAttention,
+    apply_rope,
+    attention,
+    rms_normalize,
+)
 
 # %% [markdown] lang="zh"
 # ## 先把音量归零
@@ -116,9 +125,9 @@ def normalize(x: Tensor, kind: str = "layer") -> Tensor:
         ValueError: another kind.
     """
     if kind == "layer":
-        return F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return F.layer_norm(x, x.shape[-1:], eps=1e-6)  # fp32 inside, whatever x is
     if kind == "rms":
-        return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+        return rms_normalize(x)
     raise ValueError(f"norm {kind!r} is unknown; try 'layer' or 'rms'")
 
 
@@ -127,7 +136,7 @@ def modulate(x: Tensor, mod: Mod, norm: str = "layer") -> Tensor:
 
     Source: Perez et al. 2017 (FiLM); Peebles & Xie 2023 (DiT), §3.2.
     """
-    return normalize(x, norm) * (1 + mod.scale) + mod.shift
+    return torch.addcmul(mod.shift, normalize(x, norm), 1 + mod.scale)  # β + norm(x) · (1 + γ), in one pass
 
 
 # %% tags=["check"]
@@ -222,7 +231,7 @@ assert not torch.allclose(modulate(x, Mod(*[knob.squeeze(1) for knob in mod])), 
 #
 # $$x \leftarrow x + \alpha_1 \odot \mathrm{attn}(\mathrm{modulate}_1(x)), \qquad x \leftarrow x + \alpha_2 \odot \mathrm{ff}(\mathrm{modulate}_2(x))$$
 #
-# 门控为零，块就是恒等映射。这就是 AdaLN-Zero 的 Zero。
+# 门控为零，块就是恒等映射。这就是 AdaLN-Zero 的 Zero。代码里 `torch.addcmul(x, α, y)` 就是 $x + \alpha \odot y$，一遍算完，不留中间张量。
 
 # %% [markdown] lang="en" twin="26721007"
 # ## The main switch: the gate
@@ -231,10 +240,17 @@ assert not torch.allclose(modulate(x, Mod(*[knob.squeeze(1) for knob in mod])), 
 #
 # $$x \leftarrow x + \alpha_1 \odot \mathrm{attn}(\mathrm{modulate}_1(x)), \qquad x \leftarrow x + \alpha_2 \odot \mathrm{ff}(\mathrm{modulate}_2(x))$$
 #
-# With the gate at zero the block is the identity. That is the Zero in AdaLN-Zero.
+# With the gate at zero the block is the identity. That is the Zero in AdaLN-Zero. In code `torch.addcmul(x, α, y)` is $x + \alpha \odot y$ in one pass, with no tensor in between.
 
 
 # %% tags=["export"]
+def gelu(hidden: Tensor, approximate: str = "tanh") -> Tensor:
+    """GELU of what a layer has just made; in its place unless a gradient needs it: nothing in a block is as wide."""
+    if hidden.requires_grad:
+        return F.gelu(hidden, approximate=approximate)
+    return torch.ops.aten.gelu_(hidden, approximate=approximate)
+
+
 class FeedForward(nn.Sequential):
     """Linear → GELU (tanh form) → Linear on every token alone: width → hidden → width.
 
@@ -248,10 +264,7 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self[0](x)
-        if hidden.requires_grad:
-            return self[2](self[1](hidden))
-        return self[2](torch.ops.aten.gelu_(hidden, approximate=self[1].approximate))  # in place: nothing is as wide
+        return self[2](gelu(self[0](x), self[1].approximate))
 
 
 class DiTBlock(nn.Module):
@@ -292,10 +305,10 @@ class DiTBlock(nn.Module):
 
     def forward(self, x, cond, mask=None, rope: Rope | None = None, chunk=None, text=None, text_mask=None) -> Tensor:
         for_attn, for_ff = self.modulation(cond)
-        x = x + for_attn.gate * self.attn(modulate(x, for_attn, self.norm), mask, rope, chunk)
+        x = torch.addcmul(x, for_attn.gate, self.attn(modulate(x, for_attn, self.norm), mask, rope, chunk))
         if self.cross is not None:
             x = x + self.cross(self.cross_norm(x), text, text_mask)
-        return x + for_ff.gate * self.ff(modulate(x, for_ff, self.norm))
+        return torch.addcmul(x, for_ff.gate, self.ff(modulate(x, for_ff, self.norm)))
 
 
 # %% tags=["check"]
@@ -438,13 +451,13 @@ class JointBlock(nn.Module):
         for_image, for_text = cond if isinstance(cond, tuple) else (cond, cond)
         image_mods, text_mods = self.image_modulation(for_image), self.text_modulation(for_text)
         a, b = self.attn(modulate(x, image_mods[0]), modulate(text, text_mods[0]), text_mask, rope, chunk)
-        x = x + image_mods[0].gate * a
-        text = text if self.last else text + text_mods[0].gate * b
+        x = torch.addcmul(x, image_mods[0].gate, a)
+        text = text if self.last else torch.addcmul(text, text_mods[0].gate, b)
         del a, b  # nothing below reads them, and the widest tensors come next
-        x = x + image_mods[1].gate * self.image_ff(modulate(x, image_mods[1]))
+        x = torch.addcmul(x, image_mods[1].gate, self.image_ff(modulate(x, image_mods[1])))
         if self.last:
             return x, None
-        return x, text + text_mods[1].gate * self.text_ff(modulate(text, text_mods[1]))
+        return x, torch.addcmul(text, text_mods[1].gate, self.text_ff(modulate(text, text_mods[1])))
 
 
 # %% tags=["check"]
@@ -558,10 +571,11 @@ class ParallelBlock(nn.Module):
         h = modulate(x, mod)
         q, k, v = self.stream.split(h)
         if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+            q = apply_rope(q, rope)
+            k = apply_rope(k, rope)
         attended = self.stream.merge(attention(q, k, v, mask, chunk))  # (B, N, D)
         del q, k, v  # nothing below reads them, and the widest tensors come next
-        return x + mod.gate * self.out(torch.cat([attended, F.gelu(self.ff_in(h), approximate="tanh")], dim=-1))
+        return torch.addcmul(x, mod.gate, self.out(torch.cat([attended, gelu(self.ff_in(h))], dim=-1)))
 
 
 # %% tags=["check"]
@@ -625,6 +639,7 @@ class ModulationTable(nn.Module):
     """Knobs of one block = shared knobs + a table of the block's own: (B, 3·n·D) → n × `Mod`.
 
     The shared knobs are made once for all blocks, Linear(SiLU(c)), or per token (B, N, 3·n·D). The table starts at zero.
+    Knobs that were made before, a list of `Mod`, pass unchanged.
 
     Raises:
         ValueError: the shared vector does not have 3·n·D entries.
@@ -637,7 +652,9 @@ class ModulationTable(nn.Module):
         self.n = n
         self.table = nn.Parameter(torch.zeros(3 * n, width))
 
-    def forward(self, shared: Tensor) -> list[Mod]:
+    def forward(self, shared: Tensor | list[Mod]) -> list[Mod]:
+        if isinstance(shared, list):
+            return shared
         if shared.ndim not in (2, 3) or shared.shape[-1] != self.table.numel():
             rows, width = self.table.shape
             raise ValueError(f"shared knobs have shape {tuple(shared.shape)}; expected (B, {rows} · {width})")

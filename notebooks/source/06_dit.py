@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import joint_mask
 from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
-from diffusion_engine.transformer_block import JointBlock, ParallelBlock, normalize
+from diffusion_engine.transformer_block import JointBlock, Mod, ParallelBlock, modulate
 
 # %% [markdown] lang="zh"
 # ## 把图切成一串
@@ -289,10 +289,13 @@ class FinalLayer(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
+    def knobs(self, cond: Tensor) -> tuple[Tensor, Tensor]:
+        """β and γ, (B, 1, D) each, of a condition (B, D)."""
+        return self.modulation(F.silu(cond)).unsqueeze(1).chunk(2, dim=-1)
+
     def forward(self, x: Tensor, cond: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        knobs = cond if isinstance(cond, tuple) else self.modulation(F.silu(cond)).unsqueeze(1).chunk(2, dim=-1)
-        shift, scale = knobs  # (B, 1, D) each
-        return self.linear(normalize(x) * (1 + scale) + shift)
+        shift, scale = cond if isinstance(cond, tuple) else self.knobs(cond)
+        return self.linear(modulate(x, Mod(shift, scale)))
 
 
 # %% [markdown] lang="zh"

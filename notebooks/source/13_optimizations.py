@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
 from diffusion_engine.text_conditioning import PromptEmbeds
-from diffusion_engine.transformer_block import JointBlock, split_mods
+from diffusion_engine.transformer_block import JointBlock, Mod, split_mods
 
 # %% tags=["hide"]
 from functools import partial
@@ -418,6 +418,14 @@ def cut_knobs(dit: DiT, flat: Sequence[Tensor]) -> list:
     return [*cond, next(parts).unsqueeze(1).chunk(2, dim=-1)]
 
 
+def by_step(knobs: Any, steps: int) -> list:
+    """Knobs made for S · B samples at once, step after step, as S times those of B; nested in any way, None stays None."""
+    if knobs is None or isinstance(knobs, Tensor):
+        return [None] * steps if knobs is None else list(knobs.unflatten(0, (steps, -1)).unbind(0))
+    rows = zip(*(by_step(part, steps) for part in knobs))
+    return [type(knobs)(*row) if isinstance(knobs, Mod) else type(knobs)(row) for row in rows]
+
+
 def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds) -> list[Conditions]:
     """What `DiT.velocity` reads besides the latents, for every noise level of a schedule at once; equal to 1e-5.
 
@@ -448,6 +456,9 @@ with torch.no_grad():
         t = torch.full((2,), 1000 * levels[k].item())
         assert torch.allclose(dit.velocity(x, ahead[k]), plain(x, t, both), atol=1e-5)
     assert ahead[0].text_mask is not None and hoist(dit, (4, 4), levels, apple)[0].text_mask is None
+    stacked = dit.final.knobs(dit.conditions((4, 4), t, *both).cond[0].repeat(3, 1))  # three steps of two samples
+    assert all(torch.equal(a, b[2:4]) for a, b in zip(by_step(stacked, 3)[1], stacked))
+    assert by_step([Mod(stacked[0], stacked[1])], 3)[2][0].gate is None
     step_13 = cut_knobs(dit, [layer(F.silu(dit.conditions((4, 4), t, *both).cond[0])) for layer in knob_layers(dit)])
     assert torch.allclose(step_13[0][1][0].shift, ahead[28].cond[0][1][0].shift, atol=1e-5)  # the text side's own
 

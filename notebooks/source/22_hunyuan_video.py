@@ -250,8 +250,8 @@ class RefinerBlock(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor, mask: Tensor | None = None) -> Tensor:
         for_attn, for_ff = self.gates(F.silu(cond)).unsqueeze(1).chunk(2, dim=-1)  # (B, 1, D) each
-        x = x + for_attn * self.attn(self.norm1(x), mask)
-        return x + for_ff * self.ff(self.norm2(x))
+        x = torch.addcmul(x, for_attn, self.attn(self.norm1(x), mask))
+        return torch.addcmul(x, for_ff, self.ff(self.norm2(x)))
 
 
 # %% tags=["export"]
