@@ -282,7 +282,9 @@ class SelfAttention(nn.Module):
         if rope is not None:
             q = apply_rope(q, rope)
             k = apply_rope(k, rope)
-        return self.stream.merge(attention(q, k, v, mask, chunk))
+        heads = attention(q, k, v, mask, chunk)
+        del q, k, v  # nothing below reads them
+        return self.stream.merge(heads)
 
 
 class JointAttention(nn.Module):
@@ -327,6 +329,7 @@ class JointAttention(nn.Module):
             k = apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
         heads = attention(q, k, v, joint_mask(text_mask, x.shape[1], self.text_first), chunk)
+        del q, k, v  # nothing below reads them
         for_image, for_text = heads.split(sizes, dim=-2)[::order]
         return self.image.merge(for_image), self.text.merge(for_text) if self.text.out is not None else None
 
@@ -374,6 +377,7 @@ class CrossAttention(nn.Module):
         """Ask keys and values that `keys_values` made; ``text_mask`` (B, M) bool, True where a token is real."""
         q = self.norm_q(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2))  # (B, H, N, Dh)
         heads = attention(q, k, v, None if text_mask is None else key_mask(text_mask), chunk)
+        del q
         return self.out(heads.transpose(1, 2).flatten(-2))
 
     def forward(self, x: Tensor, text, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:

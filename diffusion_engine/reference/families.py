@@ -133,7 +133,7 @@ class SD3Family(Family):
 
     kind, pipeline = SD3, "StableDiffusion3Pipeline"
     transformer, vae = "SD3Transformer2DModel", "AutoencoderKL"
-    facts = Facts("stabilityai/stable-diffusion-3.5-medium", "Stability Community, gated", 2.243, 5.581, 0.084, 1536)
+    facts = Facts("stabilityai/stable-diffusion-3.5-medium", "Stability AI Community, gated", 2.243, 5.581, 0.084, 1536)
     grid, steps, guidance = "double", 28, 7.0
     tiny = (
         {"sample_size": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 4}
@@ -157,7 +157,7 @@ class FluxFamily(Family):
 
     kind, pipeline = Flux, "FluxPipeline"
     transformer, vae = "FluxTransformer2DModel", "AutoencoderKL"
-    facts = Facts("black-forest-labs/FLUX.1-dev", "FLUX.1 dev non-commercial, gated", 11.901, 4.886, 0.084, 3072)
+    facts = Facts("black-forest-labs/FLUX.1-dev", "FLUX.1 [dev] Non-Commercial, gated", 11.901, 4.886, 0.084, 3072)
     steps, guidance, embedded, packed = 28, 3.5, True, 2
     tiny = (
         {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
@@ -244,7 +244,7 @@ class LTXFamily(Family):
     kind, pipeline = LTX, "LTXPipeline"
     transformer, vae = "LTXVideoTransformer3DModel", "AutoencoderKLLTXVideo"
     facts = Facts(
-        "Lightricks/LTX-Video", "OpenRAIL-M since 0.9.5", 1.923, 4.762, 0.419, 2048, side=32, frames=8, decoded=0
+        "Lightricks/LTX-Video", "OpenRAIL-M (0.9.5); later ones: see the model page", 1.923, 4.762, 0.419, 2048, side=32, frames=8, decoded=0
     )
     guidance, masked, fps = 3.0, True, 25
     height, width, frames = 512, 704, 161
@@ -292,7 +292,7 @@ class CogVideoXFamily(Family):
     kind, pipeline = CogVideoX, "CogVideoXPipeline"
     transformer, vae = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
     scheduler = "CogVideoXDDIMScheduler"
-    facts = Facts("zai-org/CogVideoX-5b", "CogVideoX licence", 5.57, 4.762, 0.216, 3072, frames=4, decoded=8)
+    facts = Facts("zai-org/CogVideoX-5b", "CogVideoX License", 5.57, 4.762, 0.216, 3072, frames=4, decoded=8)
     guidance, fps = 6.0, 8
     height, width, frames = 480, 720, 49
     tiny = (

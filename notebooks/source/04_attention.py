@@ -446,7 +446,7 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 #
 # 只有位置差算数。文字没有行列，角度取零：不转。把一对看成复数 $x_{2i} + \mathrm{i}\, x_{2i+1}$，转就是乘 $e^{\mathrm{i}\omega_i p}$：一次乘法。
 
-# %% [markdown] lang="en" twin="5c762e15"
+# %% [markdown] lang="en" twin="87793f0a"
 # ## RoPE: the angle is the place
 #
 # Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$ ($\theta$ sets the slowest). Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial); on every axis $i$ starts at 0:
@@ -650,7 +650,9 @@ class SelfAttention(nn.Module):
         if rope is not None:
             q = apply_rope(q, rope)
             k = apply_rope(k, rope)
-        return self.stream.merge(attention(q, k, v, mask, chunk))
+        heads = attention(q, k, v, mask, chunk)
+        del q, k, v  # nothing below reads them
+        return self.stream.merge(heads)
 
 
 # %% tags=["check"]
@@ -717,6 +719,7 @@ class JointAttention(nn.Module):
             k = apply_rope(k, rope)
         sizes = [x.shape[1], text.shape[1]][::order]
         heads = attention(q, k, v, joint_mask(text_mask, x.shape[1], self.text_first), chunk)
+        del q, k, v  # nothing below reads them
         for_image, for_text = heads.split(sizes, dim=-2)[::order]
         return self.image.merge(for_image), self.text.merge(for_text) if self.text.out is not None else None
 
@@ -765,6 +768,7 @@ class CrossAttention(nn.Module):
         """Ask keys and values that `keys_values` made; ``text_mask`` (B, M) bool, True where a token is real."""
         q = self.norm_q(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2))  # (B, H, N, Dh)
         heads = attention(q, k, v, None if text_mask is None else key_mask(text_mask), chunk)
+        del q
         return self.out(heads.transpose(1, 2).flatten(-2))
 
     def forward(self, x: Tensor, text, text_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:

@@ -233,7 +233,7 @@ assert not torch.allclose(modulate(x, Mod(*[knob.squeeze(1) for knob in mod])), 
 #
 # 门控为零，块就是恒等映射。这就是 AdaLN-Zero 的 Zero。代码里 `torch.addcmul(x, α, y)` 就是 $x + \alpha \odot y$，一遍算完，不留中间张量。
 
-# %% [markdown] lang="en" twin="26721007"
+# %% [markdown] lang="en" twin="4fe5eb96"
 # ## The main switch: the gate
 #
 # A transformer block has two sub-layers: attention passes information between tokens, the feed-forward network lets each token think for itself. Each reads a modulated $x$; its result goes through a gate and back onto the residual:
