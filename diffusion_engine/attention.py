@@ -108,8 +108,7 @@ class RMSNormAcrossHeads(RMSNorm):
     """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights, head by head."""
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = super().forward(x.transpose(1, 2).flatten(-2))  # (B, N, H · Dh)
-        return normed.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+        return super().forward(x.transpose(1, 2).flatten(-2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
 
 
 QKNorm = str | bool | None  # "rms" or True, "rms_across", "layer"; None or False for none
@@ -126,8 +125,7 @@ def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) ->
     Raises:
         ValueError: another kind.
     """
-    kind = "rms" if kind is True else kind or None
-    if kind not in QK_NORMS:
+    if (kind := "rms" if kind is True else kind or None) not in QK_NORMS:
         raise ValueError(f'qk_norm {kind!r} is unknown; try "rms", "rms_across", "layer" or None')
     return QK_NORMS[kind](heads * head_dim if kind == "rms_across" else head_dim, eps)
 

@@ -86,13 +86,13 @@ class BlockTable:
         return max(0, -(-(self.length + count) // self.size) - len(self.blocks))
 
 
-def slots(blocks: Tensor, places: Tensor, size: int) -> Tensor:
-    """Rows of the pool in which tokens lie: blocks[p // size] · size + p mod size, (B, N).
+def slots(blocks: Tensor, size: int) -> Tensor:
+    """Rows of the pool in which texts lie, in order: token p in row blocks[p // size] · size + p mod size, (B, n · size).
 
     Args:
-        blocks: the blocks of B texts (B, n). places: p of the tokens, (B, N), or (N,) for all. size: of a block.
+        blocks: the blocks of B texts (B, n). size: of a block.
     """
-    return blocks.gather(1, (places // size).expand(len(blocks), -1)) * size + places % size
+    return (blocks[..., None] * size + torch.arange(size, device=blocks.device)).flatten(1)
 
 
 class PagedKVCache:
@@ -111,6 +111,7 @@ class PagedKVCache:
         self.manager, self.block_size, c = BlockManager(num_blocks), block_size, model.config
         shape = (c.num_hidden_layers, num_blocks * block_size, 2, c.num_key_value_heads, c.head_dim)
         self.kv = model.norm.weight.new_zeros(shape)  # (L, slots, 2, K, Dh): a token's key and value side by side
+        self.slots = slots(torch.arange(num_blocks, device=self.kv.device)[:, None], block_size)  # of every block
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """The first ``length`` tokens of a text once more, in the same blocks.
@@ -142,33 +143,29 @@ class PagedKVCache:
             OutOfBlocks: not enough for all; no table has changed then.
         """
         spare = self.manager.allocate(self.needed(tables, count))
-        for table in tables:
+        for table in tables if spare else []:  # mostly none: there is room, and what is written to is not shared
             place = table.length // self.block_size
             if table.empty and self.manager.owners[table.blocks[place]] > 1:
                 shared, table.blocks[place] = table.blocks[place], spare.pop()
-                old, new = (torch.arange(self.block_size) + b * self.block_size for b in (shared, table.blocks[place]))
-                self.kv[:, new] = self.kv[:, old]
+                self.kv[:, self.slots[table.blocks[place]]] = self.kv[:, self.slots[shared]]
                 self.manager.release([shared])
             table.blocks += [spare.pop() for _ in range(table.missing(count))]
 
 
-def plan(
-    tables: Sequence[BlockTable], count: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def plan(cache: PagedKVCache, tables: Sequence[BlockTable], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What a step of ``count`` tokens a text needs to know, for all layers at once.
 
     Returns:
-        Positions of the new tokens (B, N); the slots that they are written to (B · N,); the slots of all keys (B · M,),
-        M of the longest text; and which keys a token sees, (B, 1, N, M), or None for all.
+        Positions of the new tokens (B, N); the slots that they are written to (B, N); the slots of all keys (B, M), M of
+        the longest text; and which keys a token sees, (B, 1, N, M), or None for all.
     """
-    size, most, longest = tables[0].size, max(len(t.blocks) for t in tables), max(t.length for t in tables)
+    device, most, longest = cache.kv.device, max(len(t.blocks) for t in tables), max(t.length for t in tables)
     blocks = torch.tensor([table.blocks + [0] * (most - len(table.blocks)) for table in tables], device=device)
-    lengths = torch.tensor([table.length for table in tables], device=device)
-    keys = torch.arange(longest + count, device=device)  # (M,)
-    places = lengths[:, None] + torch.arange(count, device=device)  # (B, N)
-    write, gather = (slots(blocks, p, size).flatten() for p in (places, keys))
+    places = torch.tensor([range(table.length, table.length + count) for table in tables], device=device)  # (B, N)
+    rows = cache.slots[blocks].flatten(1)[:, : longest + count]  # (B, M)
     alike = count == 1 and all(table.length == longest for table in tables)
-    return places, write, gather, None if alike else (keys <= places[..., None])[:, None]
+    mask = None if alike else (torch.arange(longest + count, device=device) <= places[..., None])[:, None]
+    return places, rows.gather(1, places), rows, mask
 
 
 class PagedBatch(NoPast):
@@ -183,25 +180,25 @@ class PagedBatch(NoPast):
 
     def begin(self, ids: Tensor) -> Tensor:
         """Take room for new tokens ids (B, N); their positions (B, N)."""
-        batch, self.new = ids.shape
-        if batch != len(self.tables):
-            raise ValueError(f"{batch} texts for {len(self.tables)} tables; give one a text")
-        self.cache.reserve(self.tables, self.new)
-        places, self.write, self.gather, self.mask = plan(self.tables, self.new, ids.device)
+        if len(ids) != len(self.tables):
+            raise ValueError(f"{len(ids)} texts for {len(self.tables)} tables; give one a text")
+        self.cache.reserve(self.tables, ids.shape[1])
+        places, self.write, rows, self.mask = plan(self.cache, self.tables, ids.shape[1])
+        found = self.cache.kv.new_empty(*rows.shape, *self.cache.kv.shape[2:])  # of a layer, (B, M, 2, K, Dh)
+        self.rows, self.found, self.keys, self.values = rows.flatten(), found.flatten(0, 1), *found.unbind(2)
         return places
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new k and v (B, N, K, Dh) by slot, gather every text's keys and values by its table, ask them."""
         pool = self.cache.kv[layer]
-        for part, fresh in enumerate((k, v)):
-            pool[:, part].index_copy_(0, self.write, fresh.flatten(0, 1))
-        found = pool.index_select(0, self.gather).unflatten(0, (len(self.tables), -1))  # (B, M, 2, K, Dh)
-        return attend(q, found[:, :, 0], found[:, :, 1], self.mask)
+        pool[self.write, 0], pool[self.write, 1] = k, v
+        torch.index_select(pool, 0, self.rows, out=self.found)
+        return attend(q, self.keys, self.values, self.mask)
 
     def end(self) -> None:
         """Count the new tokens."""
         for table in self.tables:
-            table.length += self.new
+            table.length += self.write.shape[1]
 
 
 @dataclass(eq=False)

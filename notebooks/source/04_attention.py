@@ -399,8 +399,8 @@ class RMSNormAcrossHeads(RMSNorm):
     """RMSNorm with one mean for all heads of a token: x (B, H, N, Dh), dim = H · Dh weights, head by head."""
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = super().forward(x.transpose(1, 2).flatten(-2))  # (B, N, H · Dh)
-        return normed.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+        return super().forward(x.transpose(1, 2).flatten(-2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+
 
 
 QKNorm = str | bool | None  # "rms" or True, "rms_across", "layer"; None or False for none
@@ -417,8 +417,7 @@ def qk_norm_layer(kind: QKNorm, heads: int, head_dim: int, eps: float = 1e-6) ->
     Raises:
         ValueError: another kind.
     """
-    kind = "rms" if kind is True else kind or None
-    if kind not in QK_NORMS:
+    if (kind := "rms" if kind is True else kind or None) not in QK_NORMS:
         raise ValueError(f'qk_norm {kind!r} is unknown; try "rms", "rms_across", "layer" or None')
     return QK_NORMS[kind](heads * head_dim if kind == "rms_across" else head_dim, eps)
 
@@ -440,20 +439,20 @@ assert (per_head(1000 * q) @ per_head(1000 * k).mT / 4).abs().max() <= 4 + 1e-4 
 # %% [markdown] lang="zh"
 # ## 旋转位置编码：转过的角度就是位置
 #
-# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$，$\omega_i = \theta^{-2i/d}$（$\theta$ 定最慢的针）。图块有行有列，就让前 $d$ 个分量管行，其余管列（axial）；每个轴的 $i$ 都从 0 数起：
+# 注意力不知道谁在哪。旋转位置编码（RoPE）把第 03 章的针装进每个头：相邻两个分量成一对，按位置 $p$ 转 $\omega_i p$，$\omega_i = \theta^{-2i/d}$。图块有行有列，就让前 $d$ 个分量管行，其余管列（axial）；每个轴的 $i$ 都从 0 数起：
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
-# 只有位置差算数。文字没有行列，角度取零：不转。把一对看成复数 $x_{2i} + \mathrm{i}\, x_{2i+1}$，转就是乘 $e^{\mathrm{i}\omega_i p}$：一次乘法。
+# 只有位置差算数。文字没有位置：不转。把一对看成一个复数，转就是乘 $e^{\mathrm{i}\omega_i p}$。
 
-# %% [markdown] lang="en" twin="87793f0a"
+# %% [markdown] lang="en" twin="9af40fec"
 # ## RoPE: the angle is the place
 #
-# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$ ($\theta$ sets the slowest). Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial); on every axis $i$ starts at 0:
+# Attention does not know where anything is. Rotary position embedding (RoPE) builds the hands of chapter 03 into every head: adjacent components form a pair, turned by $\omega_i p$ at position $p$, $\omega_i = \theta^{-2i/d}$. Patches have a row and a column: the first $d$ components watch the row, the rest the column (axial), $i$ from 0 each time:
 #
 # $$\begin{pmatrix} x'_{2i} \\ x'_{2i+1} \end{pmatrix} = \begin{pmatrix} \cos \omega_i p & -\sin \omega_i p \\ \sin \omega_i p & \cos \omega_i p \end{pmatrix} \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix}, \qquad \langle R_a q, R_b k \rangle = \langle R_{a+c}\, q, R_{b+c}\, k \rangle$$
 #
-# Only the offset counts. Text has no row and no column; its angle is zero: no turn. Read a pair as a complex number $x_{2i} + \mathrm{i}\, x_{2i+1}$, and turning is one product with $e^{\mathrm{i}\omega_i p}$.
+# Only the offset counts. Text has no place: no turn. Read a pair as a complex number, and a turn is one product with $e^{\mathrm{i}\omega_i p}$.
 
 
 # %% tags=["export"]

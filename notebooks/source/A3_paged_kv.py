@@ -218,19 +218,19 @@ class BlockTable:
         return max(0, -(-(self.length + count) // self.size) - len(self.blocks))
 
 
-def slots(blocks: Tensor, places: Tensor, size: int) -> Tensor:
-    """Rows of the pool in which tokens lie: blocks[p // size] · size + p mod size, (B, N).
+def slots(blocks: Tensor, size: int) -> Tensor:
+    """Rows of the pool in which texts lie, in order: token p in row blocks[p // size] · size + p mod size, (B, n · size).
 
     Args:
-        blocks: the blocks of B texts (B, n). places: p of the tokens, (B, N), or (N,) for all. size: of a block.
+        blocks: the blocks of B texts (B, n). size: of a block.
     """
-    return blocks.gather(1, (places // size).expand(len(blocks), -1)) * size + places % size
+    return (blocks[..., None] * size + torch.arange(size, device=blocks.device)).flatten(1)
 
 
 # %% tags=["check"]
 table = BlockTable(size=4, blocks=[7, 2, 5], length=9)
 by_hand = [table.blocks[p // 4] * 4 + p % 4 for p in range(9)]
-assert slots(torch.tensor([table.blocks]), torch.arange(9), 4).tolist() == [by_hand]
+assert slots(torch.tensor([table.blocks]), 4)[0, :9].tolist() == by_hand
 assert by_hand[:5] == [28, 29, 30, 31, 8]  # the fifth token begins block 2
 assert [table.missing(n) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2] and table.empty == 3
 assert BlockTable(4).missing(1) == 1 and BlockTable(4).missing(8) == 2
@@ -263,6 +263,7 @@ class PagedKVCache:
         self.manager, self.block_size, c = BlockManager(num_blocks), block_size, model.config
         shape = (c.num_hidden_layers, num_blocks * block_size, 2, c.num_key_value_heads, c.head_dim)
         self.kv = model.norm.weight.new_zeros(shape)  # (L, slots, 2, K, Dh): a token's key and value side by side
+        self.slots = slots(torch.arange(num_blocks, device=self.kv.device)[:, None], block_size)  # of every block
 
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """The first ``length`` tokens of a text once more, in the same blocks.
@@ -294,12 +295,11 @@ class PagedKVCache:
             OutOfBlocks: not enough for all; no table has changed then.
         """
         spare = self.manager.allocate(self.needed(tables, count))
-        for table in tables:
+        for table in tables if spare else []:  # mostly none: there is room, and what is written to is not shared
             place = table.length // self.block_size
             if table.empty and self.manager.owners[table.blocks[place]] > 1:
                 shared, table.blocks[place] = table.blocks[place], spare.pop()
-                old, new = (torch.arange(self.block_size) + b * self.block_size for b in (shared, table.blocks[place]))
-                self.kv[:, new] = self.kv[:, old]
+                self.kv[:, self.slots[table.blocks[place]]] = self.kv[:, self.slots[shared]]
                 self.manager.release([shared])
             table.blocks += [spare.pop() for _ in range(table.missing(count))]
 
@@ -316,23 +316,20 @@ class PagedKVCache:
 
 
 # %% tags=["export"]
-def plan(
-    tables: Sequence[BlockTable], count: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def plan(cache: PagedKVCache, tables: Sequence[BlockTable], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What a step of ``count`` tokens a text needs to know, for all layers at once.
 
     Returns:
-        Positions of the new tokens (B, N); the slots that they are written to (B · N,); the slots of all keys (B · M,),
-        M of the longest text; and which keys a token sees, (B, 1, N, M), or None for all.
+        Positions of the new tokens (B, N); the slots that they are written to (B, N); the slots of all keys (B, M), M of
+        the longest text; and which keys a token sees, (B, 1, N, M), or None for all.
     """
-    size, most, longest = tables[0].size, max(len(t.blocks) for t in tables), max(t.length for t in tables)
+    device, most, longest = cache.kv.device, max(len(t.blocks) for t in tables), max(t.length for t in tables)
     blocks = torch.tensor([table.blocks + [0] * (most - len(table.blocks)) for table in tables], device=device)
-    lengths = torch.tensor([table.length for table in tables], device=device)
-    keys = torch.arange(longest + count, device=device)  # (M,)
-    places = lengths[:, None] + torch.arange(count, device=device)  # (B, N)
-    write, gather = (slots(blocks, p, size).flatten() for p in (places, keys))
+    places = torch.tensor([range(table.length, table.length + count) for table in tables], device=device)  # (B, N)
+    rows = cache.slots[blocks].flatten(1)[:, : longest + count]  # (B, M)
     alike = count == 1 and all(table.length == longest for table in tables)
-    return places, write, gather, None if alike else (keys <= places[..., None])[:, None]
+    mask = None if alike else (torch.arange(longest + count, device=device) <= places[..., None])[:, None]
+    return places, rows.gather(1, places), rows, mask
 
 
 # %% tags=["export"]
@@ -348,25 +345,25 @@ class PagedBatch(NoPast):
 
     def begin(self, ids: Tensor) -> Tensor:
         """Take room for new tokens ids (B, N); their positions (B, N)."""
-        batch, self.new = ids.shape
-        if batch != len(self.tables):
-            raise ValueError(f"{batch} texts for {len(self.tables)} tables; give one a text")
-        self.cache.reserve(self.tables, self.new)
-        places, self.write, self.gather, self.mask = plan(self.tables, self.new, ids.device)
+        if len(ids) != len(self.tables):
+            raise ValueError(f"{len(ids)} texts for {len(self.tables)} tables; give one a text")
+        self.cache.reserve(self.tables, ids.shape[1])
+        places, self.write, rows, self.mask = plan(self.cache, self.tables, ids.shape[1])
+        found = self.cache.kv.new_empty(*rows.shape, *self.cache.kv.shape[2:])  # of a layer, (B, M, 2, K, Dh)
+        self.rows, self.found, self.keys, self.values = rows.flatten(), found.flatten(0, 1), *found.unbind(2)
         return places
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new k and v (B, N, K, Dh) by slot, gather every text's keys and values by its table, ask them."""
         pool = self.cache.kv[layer]
-        for part, fresh in enumerate((k, v)):
-            pool[:, part].index_copy_(0, self.write, fresh.flatten(0, 1))
-        found = pool.index_select(0, self.gather).unflatten(0, (len(self.tables), -1))  # (B, M, 2, K, Dh)
-        return attend(q, found[:, :, 0], found[:, :, 1], self.mask)
+        pool[self.write, 0], pool[self.write, 1] = k, v
+        torch.index_select(pool, 0, self.rows, out=self.found)
+        return attend(q, self.keys, self.values, self.mask)
 
     def end(self) -> None:
         """Count the new tokens."""
         for table in self.tables:
-            table.length += self.new
+            table.length += self.write.shape[1]
 
 
 # %%
@@ -391,7 +388,7 @@ def interleaved(size: int, num_blocks: int = 24) -> tuple[PagedKVCache, list[Blo
 for size in (4, 16, 32):
     cache, tables, logits = interleaved(size)
     for text, table, row in zip(texts, tables, logits):
-        alone, lies = KVCache(toy, 1, 40), slots(torch.tensor([table.blocks]), torch.arange(table.length), size)[0]
+        alone, lies = KVCache(toy, 1, 40), slots(torch.tensor([table.blocks]), size)[0, : table.length]
         assert torch.allclose(row, prefill(toy, text, alone)[0], atol=1e-5, rtol=1e-4)  # contiguous, and alone
         written = alone.read(2, 0, table.length)[1][0]
         assert torch.allclose(cache.kv[2, lies, 1], written, atol=1e-5) and 0 <= table.empty < size
@@ -684,12 +681,12 @@ show(
 # %% [markdown] lang="zh"
 # ## 分页要多花多少时间
 #
-# 多出来的是收集：每步把每段的键值搬一次。短的时候看不出来，长了就露出来。八段文字，同样的权重，和 A2 的连续缓存比一比一步的时间；数字随机器变，正式的比较在 `make bench`。
+# 多出来两样。`plan` 每步算一次槽位和掩码，各层共用：网络越小，这一份越显眼。每层又把全部键值多搬一次，搬进各层共用的一块地方：文字越长，搬得越多。八段文字，同样的权重，和 A2 的缓存比一步；数字随机器变，正式的比较在 `make bench`。
 
-# %% [markdown] lang="en" twin="18304d54"
+# %% [markdown] lang="en" twin="5f01bd4c"
 # ## What paging costs in time
 #
-# The extra is the gather: each step moves each text's keys and values once. While texts are short nobody sees it; with length it shows. Eight texts, the same weights, one step against the contiguous cache of A2; the numbers depend on the machine, the real comparison is in `make bench`.
+# Two things are extra. Once a step `plan` works out slots and mask, for all layers: the smaller the network, the more it shows. Every layer also moves all keys and values once more, into one buffer that the layers share: the longer the text, the more. Eight texts, the same weights, one step against A2's cache; numbers depend on the machine, the real comparison is in `make bench`.
 
 # %%
 import time
