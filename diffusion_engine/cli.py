@@ -110,7 +110,7 @@ def top(
 SWITCH_OPTIONS = {  # name → metavar, None for yes or no; and what it does
     "batched_cfg": (None, "Ask with and without the prompt in one forward.  [default: yes]"),
     "attention_chunk": ("N", "Queries that attention handles at a time; exact, saves memory."),
-    "vae_batch": ("N", "Pictures decoded at a time; exact, saves memory."),
+    "vae_batch": ("N", "Pictures or clips decoded at a time; exact, saves memory."),
     "vae_tile": ("N", "Decode in tiles of at most N latents a side; saves memory."),
     "vae_overlap": ("N", "Latents that tiles share.  [default: 8]"),
     "latent_buffer": (None, "Allocate the latents once; exact."),
@@ -218,6 +218,7 @@ def generate(
 
 
 @commands.command()
+@takes_switches
 def animate(
     prompt: Annotated[
         str | None,
@@ -249,6 +250,12 @@ def animate(
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help=f"{', '.join(DTYPES)}.  [default: float32]")] = None,
     model: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another clip model's folder.")] = None,
     like: Annotated[Path | None, typer.Option(metavar="CLIP.gif", help="Draw this clip again.")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Stay below it, such as "2 GB": says what it chose.')
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Count bytes alone, not time beside them.")] = False,
+    *,
+    switches: dict,
 ) -> None:
     """Draw clips from a prompt, or one again with --like."""
     settings = {
@@ -266,9 +273,10 @@ def animate(
     settings = {name: value for name, value in settings.items() if value is not None}
     record = None
     if like is not None:
-        if prompt is not None or settings or scale is not None:
+        if prompt is not None or settings or scale is not None or switches or memory_budget is not None:
             raise ValueError(
-                "--like repeats everything that made a clip; with it only -o, --sheet, --trace, --model, --device, --dtype go"
+                "--like repeats everything that made a clip; with it only -o, --sheet, --trace, --model, --device, --dtype, "
+                "--profile go"
             )
         record = read_clip_record(like)
     elif prompt is None:
@@ -278,7 +286,7 @@ def animate(
     factor = whole_number("scale", (record or {}).get("scale", 4) if scale is None else scale, 1, 32)
     config = check_clip_folder(model)
     if record is None:
-        request = make_request(config, prompt, **settings)
+        request = make_request(config, prompt, **settings, switches=Switches.of(switches))
     else:
         request = _repeated(record, clip_fingerprint(config), like)
     chosen = range(len(request.seeds)) if record is None else [record["index"]]
@@ -287,7 +295,8 @@ def animate(
         check_output(sheet, ".png")
     if trace is not None:
         check_output(trace, ".gif")
-    _animate(request, list(chosen), paths, sheet, trace, factor, (model, device, dtype), record, like)
+    source = model, device, dtype
+    _animate(request, list(chosen), paths, sheet, trace, factor, source, record, like, memory_budget, profile)
 
 
 def _names(output: Path, count: int) -> list[Path]:
@@ -316,26 +325,43 @@ def _draw(
     memory_budget: str | None = None,
     profile: bool = False,
 ) -> None:
-    """Import torch, draw, write everything at once, print the paths; ``source`` is model folder, device, dtype."""
+    """Draw, write everything at once, print the paths; ``source`` is model folder, device, dtype."""
+    before = None if record is None else _pixels(like)  # the output may take its place
+    keep = [] if trace is None else chosen
+    engine, result, previews = _run("TextToImage", request, source, record, memory_budget, profile, keep)
+    images = [result.images[i] for i in chosen]
+    contents = {path: png(image) for path, image in zip(paths, images)}
+    if trace is not None:
+        contents[trace] = gif([_row(engine.decode(data)) for data in previews] + [_row(images)])
+    write_files(contents)
+    _report(engine, result, f"{len(result.seeds)} × {request.num_inference_steps} steps")
+    if record is not None:
+        _compare(_same(images[0], before), "pixel", like, record, engine)
+    for path in contents:
+        print(path)
+
+
+def _run(
+    kind: str, request: Request, source: tuple, record: dict | None, memory_budget, profile: bool, keep: list[int]
+):
+    """Import torch and draw with an engine of this kind: the engine, its result, and every step's previews to ``keep``."""
     with _progress(request) as bar, warnings.catch_warnings():
         import torch
 
-        from diffusion_engine.engine import EngineWarning, TextToImage
-        from diffusion_engine.memory_manager import format_bytes, weight_bytes
+        from diffusion_engine import engine as engines
 
         if record is not None:
             threads = record.get("threads", torch.get_num_threads())
             torch.set_num_threads(whole_number("threads", threads, 1, 1024))
-        engine, previews = TextToImage.from_pretrained(*source), []
-        before = None if record is None else _pixels(like)  # the output may take its place
+        engine, previews = getattr(engines, kind).from_pretrained(*source), []
 
         def watch(info) -> None:
             bar.update()
-            if trace is not None:
-                previews.append(info.data[chosen].clone())
+            if keep:
+                previews.append(info.data[keep].clone())
 
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", EngineWarning)
+        warnings.simplefilter("always", engines.EngineWarning)
         warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
         bar.reset()  # the time that is left is told from the steps alone
         bar.set_description_str(request.prompts[0][:24])
@@ -344,25 +370,31 @@ def _draw(
             request = engine.within(request, plan)
             bar.clear()
             _say("plan", str(plan).replace("\n", "; "))
-        result = engine.draw(request, callback=watch, profile=profile)
-    images = [result.images[i] for i in chosen]
-    contents = {path: png(image) for path, image in zip(paths, images)}
-    if trace is not None:
-        contents[trace] = gif([_row(engine.decode(data)) for data in previews] + [_row(images)])
-    write_files(contents)
-    if profile:
-        weights = format_bytes(weight_bytes(engine.dit, engine.vae, engine.text_encoder))
+        return engine, engine.draw(request, callback=watch, profile=profile), previews
+
+
+def _report(engine, result, drawn: str) -> None:
+    """Say what was drawn, with the bytes and the time of each stage, as far as they were counted."""
+    from diffusion_engine.memory_manager import format_bytes, weight_bytes
+
+    if result.peak_bytes:
         peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in result.peak_bytes.items())
-        _say("memory", f"weights {weights}; peak above them: {peaks}")
+        _say("memory", f"weights {format_bytes(weight_bytes(*engine.parts))}; peak above them: {peaks}")
     stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items()) or "bytes, not time"
-    _say("drawn", f"{len(request.seeds)} × {request.num_inference_steps} steps on {engine.device}: {stages}")
-    if record is not None:
-        if _same(images[0], before):
-            _say("same", f"every pixel as in {like}")
-        else:
-            _differs(like, record, engine)
-    for path in contents:
-        print(path)
+    _say("drawn", f"{drawn} on {engine.device}: {stages}")
+
+
+def _compare(same: bool, what: str, like: Path, record: dict, engine) -> None:
+    """Say whether it came out the same, and if not, what may be the reason."""
+    import torch
+
+    if same:
+        _say("same", f"every {what} as in {like}")
+        return
+    then = f"torch {record.get('torch')} on {record.get('device')} in {record.get('dtype')}"
+    now = f"torch {torch.__version__} on {engine.device} in {engine.dtype}"
+    reason = f"drawn with {then}; this is {now}, or another machine, or it was edited"
+    _say("warning", f"not every pixel is as in {like}, {reason}")
 
 
 def _progress(request: Request):
@@ -409,32 +441,13 @@ def _animate(
     source: tuple[Path | None, str, str],
     record: dict | None,
     like: Path | None,
+    memory_budget: str | None,
+    profile: bool,
 ) -> None:
-    """Import torch, draw clips, write everything at once, print time, peak bytes and paths."""
-    with _progress(request) as bar, warnings.catch_warnings():
-        import torch
-
-        from diffusion_engine.engine import EngineWarning, TextToVideo
-        from diffusion_engine.memory_manager import format_bytes, weight_bytes
-
-        if record is not None:
-            threads = record.get("threads", torch.get_num_threads())
-            torch.set_num_threads(whole_number("threads", threads, 1, 1024))
-        engine = TextToVideo.from_pretrained(*source)
-        before = None if record is None else like.read_bytes()  # the output may take its place
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", EngineWarning)
-        warnings.showwarning = lambda message, *_: (bar.clear(), _say("warning", str(message)))
-        bar.reset()  # the time that is left is told from the steps alone
-        bar.set_description_str(request.prompts[0][:24])
-        previews = []
-
-        def watch(info) -> None:
-            bar.update()
-            if trace is not None:
-                previews.append(info.data[chosen].clone())
-
-        result = engine.draw(request, callback=watch)
+    """Draw clips, write everything at once, print peak bytes, time and paths; ``source`` as in `_draw`."""
+    before = None if record is None else like.read_bytes()  # the output may take its place
+    keep = [] if trace is None else chosen
+    engine, result, previews = _run("TextToVideo", request, source, record, memory_budget, profile, keep)
     clips = [result.clips[i] for i in chosen]
     for clip in clips:
         clip[0].info[RECORD] = json.dumps(json.loads(clip[0].info[RECORD]) | {"scale": scale}, ensure_ascii=False)
@@ -444,18 +457,10 @@ def _animate(
     if trace is not None:
         contents[trace] = gif([_sheet(engine.decode(data), 2) for data in previews] + [_sheet(clips, 2)])
     write_files(contents)
-    stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in result.seconds.items())
-    drawn = f"{len(request.seeds)} × {request.frames} frames, {request.num_inference_steps} steps on {engine.device}"
-    _say("drawn", f"{drawn}: {stages}")
-    weights = weight_bytes(engine.dit, engine.vae, engine.text_encoder, engine.refiner)
-    peaks = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in result.peak_bytes.items())
-    _say("memory", f"weights {format_bytes(weights)}; peak above them: {peaks}")
+    _report(engine, result, f"{len(result.seeds)} × {request.frames} frames, {request.num_inference_steps} steps")
     if record is not None:
         clips[0][0].info[RECORD] = json.dumps(record, ensure_ascii=False)
-        if animation(clips[0], like.suffix.lower(), scale=scale) == before:
-            _say("same", f"every byte as in {like}")
-        else:
-            _differs(like, record, engine)
+        _compare(animation(clips[0], like.suffix.lower(), scale=scale) == before, "byte", like, record, engine)
     for path in contents:
         print(path)
 
@@ -471,16 +476,6 @@ def _sheet(clips: list, scale: int):
             large = frame.resize((width, height), Image.Resampling.NEAREST)
             sheet.paste(large, (column * width, row * height))
     return sheet
-
-
-def _differs(like: Path, record: dict, engine) -> None:
-    """Say that something did not come out the same, and what may be the reason."""
-    import torch
-
-    then = f"torch {record.get('torch')} on {record.get('device')} in {record.get('dtype')}"
-    now = f"torch {torch.__version__} on {engine.device} in {engine.dtype}"
-    reason = f"drawn with {then}; this is {now}, or another machine, or it was edited"
-    _say("warning", f"not every pixel is as in {like}, {reason}")
 
 
 @commands.command()

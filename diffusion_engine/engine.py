@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from diffusion_engine import __version__
+from diffusion_engine.clip_memory import plan_video_memory, planned_video_decode
 from diffusion_engine.files import RECORD
 from diffusion_engine.guidance import Model as Network
 from diffusion_engine.guidance import guided_velocity
@@ -30,7 +32,7 @@ from diffusion_engine.model_folder import (
     load_model,
     load_part,
 )
-from diffusion_engine.optimizations import Accelerated, StepCache, compiled_blocks
+from diffusion_engine.optimizations import Accelerated, StepCache, compiled_blocks, knob_layers
 from diffusion_engine.pipeline import Callback, Result, Stopwatch, Velocity, generate, require_finite, to_pictures
 from diffusion_engine.request import (
     DEVICES,
@@ -46,7 +48,15 @@ from diffusion_engine.request import (
 )
 from diffusion_engine.scheduler import Schedule, make_schedule
 from diffusion_engine.text_conditioning import PromptCache, PromptEmbeds, TextEncoderConfig, stack_prompts
-from diffusion_engine.video import TextRefiner, VideoDiT, VideoDiTConfig, VideoVAE, VideoVAEConfig, latent_frames
+from diffusion_engine.video import (
+    AcceleratedVideo,
+    TextRefiner,
+    VideoDiT,
+    VideoDiTConfig,
+    VideoVAE,
+    VideoVAEConfig,
+    latent_frames,
+)
 
 
 class EngineWarning(UserWarning):
@@ -168,14 +178,18 @@ class TextToImage:
             "solver": solver,
             "shift": shift,
         }
+        request = self._request(prompt, given, switches, latents, memory_budget, resume)
+        return self.draw(request, callback, latents, resume, profile)
+
+    def _request(self, prompt, given: dict, switches: dict, latents, memory_budget, resume: Result | None) -> Request:
+        """What a call asks for: a new request within its budget, or that of the run it resumes."""
         if resume is None:
-            chosen, prompts = Switches.of(switches, self.switches), () if prompt is None else prompt
-            given |= {"given_latents": latents is not None, "switches": chosen}
-            request = make_request(self.config, prompts, **given)
-            if memory_budget is not None:
-                request = self.within(request, self.plan(request, memory_budget))
-            return self.draw(request, callback, latents, profile=profile)
-        defaults = {"num_inference_steps": 28, "seed": 0, "num_images_per_prompt": 1, "solver": "euler"}
+            settings = {name.replace("videos", "images"): value for name, value in given.items()}
+            settings |= {"given_latents": latents is not None, "switches": Switches.of(switches, self.switches)}
+            request = make_request(self.config, () if prompt is None else prompt, **settings)
+            return request if memory_budget is None else self.within(request, self.plan(request, memory_budget))
+        defaults = {"num_inference_steps": 28, "seed": 0, "solver": "euler"}
+        defaults |= {"num_images_per_prompt": 1, "num_videos_per_prompt": 1}
         asked = {"prompt": prompt, "latents": latents, "memory_budget": memory_budget, **given, **switches}
         if extra := [name for name, value in asked.items() if value is not None and value != defaults.get(name)]:
             raise ValueError(
@@ -189,7 +203,7 @@ class TextToImage:
             raise ValueError(
                 f"resume is a run of {resume.origin}, this engine is {self.origin}; resume it where it began"
             )
-        return self.draw(resume.request, callback, resume=resume, profile=profile)
+        return resume.request
 
     def draw(
         self,
@@ -200,14 +214,12 @@ class TextToImage:
         profile: bool = False,
     ) -> Result:
         """Draw what a `Request` says; see `__call__`."""
-        self._check(request)
+        self._check(request, profile)
         switches, schedule = request.switches, make_schedule(request.num_inference_steps, shift=request.shift)
         cache = None if switches.step_cache is None else StepCache(switches.step_cache)
         if resume is not None and resume.memory is not None:
             cache = copy.deepcopy(resume.memory)  # so that a result can be resumed twice
-        network = self.network(schedule, switches, cache)
-        shape = self.latent_shape(request.height, request.width)
-        parts = self.dit, self.vae, self.text_encoder
+        network, shape = self.network(schedule, switches, cache), self._shape(request)
         result = generate(
             request.every_prompt,
             request.seeds,
@@ -221,12 +233,11 @@ class TextToImage:
             solver=request.solver,
             callback=callback,
             resume=resume,
-            meter=PeakMeter(*parts, device=self.device) if profile else Stopwatch(self._synchronize),
+            meter=self._meter(profile, switches),
             buffer=LatentBuffer((len(request.seeds), *shape), device=self.device) if switches.latent_buffer else None,
         )
-        for index, image in enumerate(result.images):
-            image.info[RECORD] = json.dumps(self.record(request, index), ensure_ascii=False)
-        return replace(result, request=request, memory=cache if result.cancelled else None, origin=self.origin)
+        result = replace(result, request=request, memory=cache if result.cancelled else None, origin=self.origin)
+        return self._signed(result)
 
     def plan(self, request: Request, memory_budget: int | str) -> Plan:
         """The fastest way to draw a request below a budget of bytes, ``"2 GB"`` for example; ``str(plan)`` tells why.
@@ -235,15 +246,14 @@ class TextToImage:
             ValueError: no size, or one that nothing fits in; names the smallest that is enough.
         """
         lengths = [self.tokenizer(text).ids.shape[1] for text in (*request.prompts, *request.negative_prompts, "")]
-        return plan_memory(
+        return self._planner(
             memory_budget,
             self.dit.config,
             self.vae.config,
-            height=request.height,
-            width=request.width,
+            **{name: getattr(request, name) for name in self._sizes},
             text_tokens=max(lengths),
             batch=len(request.seeds),
-            weights=weight_bytes(self.dit, self.vae, self.text_encoder),
+            weights=weight_bytes(*self.parts) + self._kept(request, max(lengths)),  # always there
             itemsize=getattr(torch, self.dtype).itemsize,
             guided=request.guidance_scale != 1,
         )
@@ -269,7 +279,7 @@ class TextToImage:
         """The DiT as guidance calls it, (x, t, prompt) → v; with a step cache, or hoisting over a schedule: for one run."""
         sigmas = schedule.sigmas if switches.hoist and schedule is not None else None
         run_block = self._compiled_blocks if switches.compile else call
-        return Accelerated(self.dit, sigmas, cache, switches.attention_chunk, run_block)
+        return self._accelerated(self.dit, sigmas, cache, switches.attention_chunk, run_block)
 
     def velocity(
         self,
@@ -305,6 +315,11 @@ class TextToImage:
         return self.vae.config.latent_channels, height // factor, width // factor
 
     @property
+    def parts(self) -> tuple:
+        """All that has weights."""
+        return self.dit, self.vae, self.text_encoder
+
+    @property
     def origin(self) -> str:
         """Which model in which dtype: what a run must share with the run that it resumes."""
         return f"model {self.fingerprint} in {self.dtype}"
@@ -326,6 +341,39 @@ class TextToImage:
         multiple, low, high = size_rule(self.config)
         sizes = f"sides {low} … {high} in steps of {multiple}"
         return f"TextToImage({self.fingerprint}, {self.device}, {self.dtype}, {sizes})"
+
+    # What clips do in another way
+
+    _sizes, _planner, _accelerated = ("height", "width"), staticmethod(plan_memory), Accelerated
+
+    def _shape(self, request: Request) -> tuple[int, ...]:
+        return self.latent_shape(*(getattr(request, name) for name in self._sizes))
+
+    def _kept(self, request: Request, text_tokens: int) -> int:
+        """Bytes that hoisting and a step cache keep through a run: knobs of every level and text, three maps of tokens."""
+        switches, width, patch = request.switches, self.dit.config.width, self.dit.config.patch
+        numbers = 0
+        if switches.hoist:
+            knobs = sum(layer.out_features for layer in knob_layers(self.dit))
+            numbers += (request.num_inference_steps + 1) * knobs + self._hoisted_text * text_tokens * width
+        if switches.step_cache is not None:
+            patch = math.prod(patch) if isinstance(patch, tuple) else patch**2
+            numbers += 3 * math.prod(self._shape(request)[1:]) // patch * width
+        sides = 1 + (request.guidance_scale != 1)
+        return numbers * sides * len(request.seeds) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def _hoisted_text(self) -> int:
+        return 1
+
+    def _meter(self, profile: bool, switches: Switches):
+        return PeakMeter(*self.parts, device=self.device) if profile else Stopwatch(self._synchronize)
+
+    def _signed(self, result: Result) -> Result:
+        """The result with its record in each picture."""
+        for index, image in enumerate(result.images):
+            image.info[RECORD] = json.dumps(self.record(result.request, index), ensure_ascii=False)
+        return result
 
     def _encode(self, prompt: str) -> PromptEmbeds:
         tokens = self.tokenizer(prompt)
@@ -351,13 +399,17 @@ class TextToImage:
         if self.device != "cpu":
             getattr(torch, self.device).synchronize()
 
-    def _check(self, request: Request) -> None:
+    def _uncompiled(self, switches: Switches) -> bool:
+        """Whether counting bytes would undo compiling: watched operation by operation, nothing is compiled."""
+        return switches.compile and self.device != "cuda"
+
+    def _check(self, request: Request, profile: bool) -> None:
         """Refuse a size that the model cannot draw; say what will have no effect."""
         for name in ("height", "width"):
             check_size(name, getattr(request, name), *size_rule(self.config))
-        self._warn(request)
+        self._warn(request, profile)
 
-    def _warn(self, request: Request) -> None:
+    def _warn(self, request: Request, profile: bool) -> None:
         """Say what will have no effect."""
         guidance = request.guidance_scale
         for kind, prompts in (("prompt", request.prompts), ("negative prompt", request.negative_prompts)):
@@ -367,6 +419,9 @@ class TextToImage:
                     warnings.warn(
                         f"{kind} is longer than {room}; dropped: {ends(dropped)!r}", EngineWarning, stacklevel=5
                     )
+        if profile and self._uncompiled(request.switches):
+            message = f"compile does nothing while bytes are counted on {self.device}; leave one of the two out"
+            warnings.warn(message, EngineWarning, stacklevel=5)
         if guidance <= 1 and any(request.negative_prompts):
             why = "that is the prompt alone" if guidance == 1 else "below 1 it even draws the picture towards itself"
             message = f"negative prompt does nothing at guidance {guidance:g}: {why}; try {self.guidance_scale:g}"
@@ -408,7 +463,10 @@ def load_clip_model(path: str | Path | None = None, device: str = "cpu", dtype: 
 
 @dataclass(frozen=True)
 class ClipResult(Result):
-    """A `Result` whose ``images`` are all frames, clip 0's first; ``peak_bytes`` is filled in beside ``seconds``."""
+    """A `Result` whose ``images`` are all frames, clip 0's first; ``peak_bytes`` is filled in beside ``seconds``.
+
+    Where ``compile`` is on, bytes are counted on CUDA alone: elsewhere counting would undo it.
+    """
 
     frames: int = 1
 
@@ -419,11 +477,10 @@ class ClipResult(Result):
 
 
 class Meters:
-    """A stopwatch and, where there is one, a meter of bytes, as one meter."""
+    """A stopwatch and a meter of bytes as one meter."""
 
-    def __init__(self, watch: Stopwatch, peaks: PeakMeter | None):
-        self.meters = [watch] if peaks is None else [watch, peaks]
-        self.seconds, self.peak_bytes = watch.seconds, {} if peaks is None else peaks.peak_bytes
+    def __init__(self, watch: Stopwatch, peaks: PeakMeter):
+        self.meters, self.seconds, self.peak_bytes = (watch, peaks), watch.seconds, peaks.peak_bytes
 
     @contextmanager
     def __call__(self, stage: str):
@@ -437,11 +494,12 @@ class TextToVideo(TextToImage):
     """Prompt → clip. As `TextToImage`, over latents (B, C, F, h, w); threads may share one engine.
 
     Args:
-        model: what `load_clip_model` gives. switches: those of guidance and memory; what rebuilds the picture model's
-            network or decoder (attention_chunk, vae_tile, hoist, compile, step_cache) is refused.
+        model: what `load_clip_model` gives. switches: all that pictures have; ``vae_batch`` counts clips, and a
+            ``vae_tile`` is a cube: at most so many latents high, wide and long.
     """
 
-    REFUSED = ("attention_chunk", "vae_tile", "hoist", "compile", "step_cache")
+    _sizes = ("height", "width", "frames")
+    _planner, _accelerated = staticmethod(plan_video_memory), AcceleratedVideo
 
     def __init__(self, model: ClipModel, device: str = "cpu", dtype: str = "float32", switches: Switches = Switches()):
         pictures = Model(model.dit, model.vae, model.text_encoder, model.tokenizer, model.config, model.fingerprint)
@@ -473,6 +531,9 @@ class TextToVideo(TextToImage):
         width: int | None = None,
         solver: str = "euler",
         shift: float | None = None,
+        resume: Result | None = None,
+        memory_budget: int | str | None = None,
+        profile: bool = False,
         **switches,
     ) -> ClipResult:
         """Draw clips; clip i of the batch, prompt 0's first, uses ``seed + i``. Arguments as `TextToImage` takes them.
@@ -480,71 +541,25 @@ class TextToVideo(TextToImage):
         Args:
             frames: 4k + 1; 1 gives a picture. The model was trained on what it recommends.
             latents: the first noise (B, C, 1 + (frames − 1) / 4, height / 4, width / 4).
+            profile: count bytes and no time; a clip's bytes are always counted, and its time is, too, without it.
 
         Raises:
             ValueError: an argument outside its range. NotFiniteError: a stage gave NaN.
         """
-        request = make_request(
-            self.config,
-            () if prompt is None else prompt,
-            negative_prompt,
-            num_inference_steps,
-            guidance_scale,
-            seed,
-            num_videos_per_prompt,
-            height,
-            width,
-            solver,
-            shift,
-            given_latents=latents is not None,
-            switches=Switches.of(switches, self.switches),
-            frames=frames,
-        )
-        return self.draw(request, callback, latents)
-
-    def draw(
-        self,
-        request: Request,
-        callback: Callback | None = None,
-        latents: Tensor | None = None,
-        resume: Result | None = None,
-        profile: bool = True,
-    ) -> ClipResult:
-        """Draw what a `Request` says; ``profile`` counts bytes beside time."""
-        self._check(request)
-        switches, schedule = request.switches, make_schedule(request.num_inference_steps, shift=request.shift)
-        if refused := [name for name in self.REFUSED if getattr(switches, name) != getattr(Switches(), name)]:
-            raise ValueError(f"{', '.join(refused)} is a switch of the picture model; leave it out for clips")
-        parts = self.dit, self.vae, self.text_encoder, self.refiner
-        peaks = PeakMeter(*parts, device=self.device) if profile else None
-        shape = self.latent_shape(request.height, request.width, request.frames)
-        result = generate(
-            request.every_prompt,
-            request.seeds,
-            schedule,
-            encode=lambda prompts: tuple(self.encode(p, switches) for p in (prompts, request.every_negative)),
-            velocity=lambda condition: self.velocity(
-                *condition, request.guidance_scale, self._clip_network, schedule, switches
-            ),
-            decode=self._decode,
-            shape=shape,
-            device=self.device,
-            latents=self._given(latents),
-            solver=request.solver,
-            callback=callback,
-            resume=resume,
-            meter=Meters(Stopwatch(self._synchronize), peaks),
-            buffer=LatentBuffer((len(request.seeds), *shape), device=self.device) if switches.latent_buffer else None,
-        )
-        told = {field.name: getattr(result, field.name) for field in fields(result)} | {
-            "request": request,
-            "origin": self.origin,
+        given = {
+            "negative_prompt": negative_prompt,
+            "num_inference_steps": num_inference_steps,
+            "guidance_scale": guidance_scale,
+            "seed": seed,
+            "num_videos_per_prompt": num_videos_per_prompt,
+            "frames": frames,
+            "height": height,
+            "width": width,
+            "solver": solver,
+            "shift": shift,
         }
-        drawn = ClipResult(**told, frames=request.frames)
-        for index, clip in enumerate(drawn.clips):
-            record = self.record(request, index) | {"kind": "clip"}
-            clip[0].info[RECORD] = json.dumps(record, ensure_ascii=False)
-        return drawn
+        request = self._request(prompt, given, switches, latents, memory_budget, resume)
+        return self.draw(request, callback, latents, resume, profile)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> list[list[Image]]:
@@ -558,12 +573,29 @@ class TextToVideo(TextToImage):
         c = self.vae.config
         return c.latent_channels, latent_frames(frames, c.time_factor), height // c.factor, width // c.factor
 
+    @property
+    def parts(self) -> tuple:
+        return *super().parts, self.refiner
+
+    @property
+    def _hoisted_text(self) -> int:
+        return 1 + 2 * len(self.dit.blocks)  # keys and values of each
+
+    def _meter(self, profile: bool, switches: Switches):
+        watch, peaks = Stopwatch(self._synchronize), PeakMeter(*self.parts, device=self.device)
+        return peaks if profile else watch if self._uncompiled(switches) else Meters(watch, peaks)
+
+    def _signed(self, result: Result) -> ClipResult:
+        told = {field.name: getattr(result, field.name) for field in fields(result)}
+        drawn = ClipResult(**told, frames=result.request.frames)
+        for index, clip in enumerate(drawn.clips):
+            record = self.record(result.request, index) | {"kind": "clip"}
+            clip[0].info[RECORD] = json.dumps(record, ensure_ascii=False)
+        return drawn
+
     def _encode(self, prompt: str) -> PromptEmbeds:
         return self.refiner(super()._encode(prompt))
 
-    def _clip_network(self, x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
-        return self.dit(x.to(prompt.tokens.dtype), t, *prompt).float()
-
     def _decode(self, latents: Tensor, switches: Switches = Switches()) -> Tensor:
-        clips = self.vae.decode(latents.to(self.device, getattr(torch, self.dtype)))
+        clips = planned_video_decode(self.vae, latents.to(self.device, getattr(torch, self.dtype)), switches)
         return clips.transpose(1, 2).flatten(0, 1).float()  # (B · T, 3, H, W), as pictures are kept

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
@@ -315,3 +316,27 @@ def compiled_blocks(compiler: Callable = torch.compile) -> Callable:
         return kinds[kind](block, *arguments)
 
     return run
+
+
+HALVES = (torch.bfloat16, torch.float16)
+PRODUCTS = (F.linear, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.baddbmm)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of such numbers; True for fp32."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype not in checks or bool(getattr(torch.ops.mkldnn, checks[dtype])())
+
+
+class Upcast(TorchFunctionMode):
+    """``with Upcast():`` layers and products of bf16 or fp16 on the CPU are computed in fp32 and rounded once.
+
+    Weights stay as small as they are; one layer at a time, and what it reads and gives, is widened while it runs.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or args[0].dtype not in HALVES or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        widen = lambda x: x.float() if isinstance(x, Tensor) else x  # noqa: E731
+        return func(*map(widen, args), **{key: widen(x) for key, x in kwargs.items()}).to(args[0].dtype)

@@ -27,6 +27,7 @@ class Switches:
         batched_cfg: both sides of guidance in one forward. attention_chunk: queries handled at a time.
         vae_batch: pictures decoded at a time. vae_tile, vae_overlap: in tiles of this many latents a side. latent_buffer: latents allocated once.
         prompt_cache: keep prompt embeddings. hoist: work out once what no latent changes. compile: `torch.compile` the blocks.
+        upcast: on the CPU, keep bfloat16 or float16 but multiply in float32; off, a processor without them is slow.
 
     Another picture:
         step_cache: threshold of the first-block cache; 0 reuses nothing. guidance_interval: guide where low < σ ≤ high only.
@@ -45,6 +46,7 @@ class Switches:
     prompt_cache: bool = True
     hoist: bool = False
     compile: bool = False
+    upcast: bool = False
     step_cache: float | None = None
     guidance_interval: tuple[float, float] | None = None
     guidance_rescale: float = 0.0

@@ -1,7 +1,10 @@
 # Generated from notebooks/source/14_video_latents.py by `course export`.
 # Do not edit: change the chapter and export again.
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import call
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, SelfAttention, axial_rope, grid_positions
 from diffusion_engine.dit import FinalLayer
+from diffusion_engine.optimizations import Accelerated, cut_knobs, knob_layers
 from diffusion_engine.text_conditioning import EncoderBlock, PromptEmbeds, TextEncoderConfig
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, modulate
@@ -52,7 +56,7 @@ class CausalConv3d(nn.Conv3d):
             past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:]) if past is None else past
             x = torch.cat([past, x], dim=2)
             if memory is not None:
-                memory[self] = x[:, :, -reach:]
+                memory[self] = x[:, :, -reach:].clone()  # a view would keep all of x alive
         return super().forward(x)
 
 
@@ -258,7 +262,9 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * space, space, space
 
 
-def attend_along(axes: str, attn: SelfAttention, x: Tensor, grid: tuple[int, int, int], rope: Rope) -> Tensor:
+def attend_along(
+    axes: str, attn: SelfAttention, x: Tensor, grid: tuple, rope: Rope, chunk: int | None = None
+) -> Tensor:
     """Self-attention of video tokens x (B, f · h · w, D) along "full", "space" (one frame) or "time" (one place).
 
     Rotation speaks of differences alone, so within one frame (place) the turns of the first frame (place) serve all.
@@ -268,13 +274,13 @@ def attend_along(axes: str, attn: SelfAttention, x: Tensor, grid: tuple[int, int
     """
     b, (f, h, w) = len(x), grid
     if axes == "full":
-        return attn(x, rope=rope)
+        return attn(x, rope=rope, chunk=chunk)
     if axes == "space":
         frames = x.reshape(b * f, h * w, -1)
-        return attn(frames, rope=rope._replace(cos=rope.cos[: h * w], sin=rope.sin[: h * w])).reshape(x.shape)
+        return attn(frames, None, rope._replace(cos=rope.cos[: h * w], sin=rope.sin[: h * w]), chunk).reshape(x.shape)
     if axes == "time":
         places = x.unflatten(1, (f, h * w)).transpose(1, 2).flatten(0, 1)  # (B · h · w, f, D)
-        seen = attn(places, rope=rope._replace(cos=rope.cos[:: h * w], sin=rope.sin[:: h * w]))
+        seen = attn(places, None, rope._replace(cos=rope.cos[:: h * w], sin=rope.sin[:: h * w]), chunk)
         return seen.unflatten(0, (b, h * w)).transpose(1, 2).reshape(x.shape)
     raise ValueError(f"axes {axes!r} are unknown; try 'full', 'space' or 'time'")
 
@@ -300,20 +306,6 @@ class TextRefiner(nn.Module):
         return PromptEmbeds(self.norm(x), mask, self.norm(x[:, 0]))
 
 
-class VideoBlock(DiTBlock):
-    """AdaLN-Zero block with text through cross-attention; its self-attention looks along ``axes``, see `attend_along`."""
-
-    def __init__(self, width: int, heads: int, axes: str = "full"):
-        super().__init__(width, heads, cross=CrossAttention(width, heads))
-        self.axes = axes
-
-    def forward(self, x, cond, grid, rope: Rope, text, text_mask=None) -> Tensor:
-        for_attn, for_ff = self.modulation(cond)
-        x = x + for_attn.gate * attend_along(self.axes, self.attn, modulate(x, for_attn), grid, rope)
-        x = x + self.cross(x, text, text_mask)
-        return x + for_ff.gate * self.ff(modulate(x, for_ff))
-
-
 @dataclass(frozen=True)
 class VideoDiTConfig:
     """Sizes of a video DiT; with ``factorised`` its blocks look along space and time in turns."""
@@ -330,11 +322,41 @@ class VideoDiTConfig:
         object.__setattr__(self, "patch", tuple(self.patch))  # JSON has lists only
 
 
+class VideoConditions(NamedTuple):
+    """All that a forward reads besides the latents, as chapter 06's `Conditions`; ``text`` and ``cond`` block by block."""
+
+    text: list  # (B, M, D), or a tuple of keys and values, for every block
+    text_mask: Tensor | None  # (B, M)
+    rope: Rope  # of the N tokens
+    cond: list  # (B, D), or knobs made from it ahead, for every block and for the final layer
+
+
+class VideoBlock(DiTBlock):
+    """AdaLN-Zero block with text through cross-attention; its self-attention looks along ``axes``, see `attend_along`.
+
+    forward(x (B, N, D), cond (B, D) or knobs made from it ahead, the grid of the N tokens and their turns, text (B, M, D)
+    or a tuple of keys and values made from it ahead, text_mask (B, M), chunk).
+    """
+
+    def __init__(self, width: int, heads: int, axes: str = "full"):
+        super().__init__(width, heads, cross=CrossAttention(width, heads))
+        self.axes = axes
+
+    def forward(self, x, cond, grid, rope: Rope, text, text_mask=None, chunk: int | None = None) -> Tensor:
+        for_attn, for_ff = self.modulation(cond)
+        seen = attend_along(self.axes, self.attn, modulate(x, for_attn), grid, rope, chunk)
+        x = torch.addcmul(x, for_attn.gate, seen)
+        x = x + self.cross(x, text, text_mask, chunk)
+        return torch.addcmul(x, for_ff.gate, self.ff(modulate(x, for_ff)))
+
+
 class VideoDiT(nn.Module):
     """Velocity network v(x_σ, t, prompt) of video latents (B, C, F, H, W), any F, H, W that the patch divides.
 
     forward takes what `DiT.forward` of chapter 06 takes. Source: Peebles & Xie 2023 (DiT); Wan2.1.
     """
+
+    joint_blocks, parallel_blocks = (), property(lambda self: self.blocks)  # chapter 13 asks a DiT for both kinds
 
     def __init__(self, config: VideoDiTConfig = VideoDiTConfig()):
         super().__init__()
@@ -348,17 +370,53 @@ class VideoDiT(nn.Module):
         self.blocks = nn.ModuleList(VideoBlock(c.width, c.heads, axes[i % 2]) for i in range(c.depth))
         self.final = FinalLayer(c.width, patch_dim)
 
-    def forward(self, latents: Tensor, t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor) -> Tensor:
-        c, tokens = self.config, video_patchify(latents, self.config.patch)
-        if latents.shape[1] != c.latent_channels:
-            raise ValueError(f"latents have {latents.shape[1]} channels; expected {c.latent_channels}")
-        grid = video_grid(latents.shape[2:], c.patch)
-        rope = axial_rope(grid_positions(*grid).to(latents.device), rope_axes(c.width // c.heads))
-        x, text = self.patch_in(tokens), self.text_in(text)  # (B, N, D), (B, M, D)
-        cond = self.time_in(t) + self.pooled_in(pooled)  # (B, D)
-        for block in self.blocks:
-            x = block(x, cond, grid, rope, text, text_mask)
-        return video_unpatchify(self.final(x, cond), c.patch, grid)
+    def forward(self, latents, t, text, text_mask, pooled, chunk: int | None = None, run_block: Callable = call):
+        channels = self.config.latent_channels
+        if latents.ndim != 5 or latents.shape[1] != channels:
+            raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, {channels}, F, H, W)")
+        grid = video_grid(latents.shape[2:], self.config.patch)
+        return self.velocity(latents, self.conditions(grid, t, text, text_mask, pooled), chunk, run_block)
+
+    def conditions(self, grid: tuple, t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor):
+        """All of a forward that looks at no latent, see `VideoConditions`; ``grid`` from `video_grid`."""
+        cond, c = self.time_in(t) + self.pooled_in(pooled), self.config  # (B, D)
+        rope = axial_rope(grid_positions(*grid).to(text.device), rope_axes(c.width // c.heads))
+        return VideoConditions([self.text_in(text)] * c.depth, text_mask, rope, [cond] * (c.depth + 1))
+
+    def velocity(self, latents: Tensor, given: VideoConditions, chunk: int | None = None, run_block: Callable = call):
+        """The rest of `forward`: velocity (B, C, F, H, W) of the latents under given conditions."""
+        patch, grid = self.config.patch, video_grid(latents.shape[2:], self.config.patch)
+        x = self.patch_in(video_patchify(latents, patch))  # (B, N, D)
+        for block, cond, text in zip(self.blocks, given.cond, given.text):
+            x = run_block(block, x, cond, grid, given.rope, text, given.text_mask, chunk)
+        return video_unpatchify(self.final(x, given.cond[-1]), patch, grid)
+
+
+def hoist_video(dit: VideoDiT, grid: tuple, sigmas: Tensor, prompt: PromptEmbeds) -> list[VideoConditions]:
+    """What `VideoDiT.velocity` reads besides the latents, for every noise level of a schedule; equal to 1e-5.
+
+    Knobs of all levels are one product a block; each block's keys and values of the text are made once.
+
+    Args:
+        grid: see `video_grid`. sigmas: (S,). prompt: the B prompts of one forward.
+
+    Returns:
+        S × `VideoConditions`.
+    """
+    cond = dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)  # (S, B, D)
+    knobs = [layer(F.silu(cond)) for layer in knob_layers(dit)]  # (S, B, k · D) each
+    mask = None if bool(prompt.mask.all()) else prompt.mask
+    given = dit.conditions(grid, 1000 * sigmas[:1], prompt.tokens, mask, prompt.pooled)
+    text = [block.cross.keys_values(text) for block, text in zip(dit.blocks, given.text)]
+    return [given._replace(text=text, cond=cut_knobs(dit, row)) for row in zip(*knobs)]
+
+
+class AcceleratedVideo(Accelerated):
+    """`Accelerated` of chapter 13 for a `VideoDiT`: hoisting, step cache, chunks and another ``run_block``."""
+
+    def _ahead(self, x: Tensor, prompt: PromptEmbeds) -> dict[float, VideoConditions]:
+        ahead = hoist_video(self.dit, video_grid(x.shape[2:], self.dit.config.patch), self.sigmas.to(x.device), prompt)
+        return dict(zip((1000 * self.sigmas).tolist(), ahead))
 
 
 def video_flops(config: VideoDiTConfig, grid: tuple, text_tokens: int, batch: int = 1) -> tuple[int, int]:

@@ -75,6 +75,40 @@ def test_peak_bytes_of_joint_blocks_are_four_fifths_of_diffusers():
         assert ours <= 0.8 * theirs
 
 
+@pytest.mark.parametrize("way", ["one pass", "complex turns", "length for RMS", "GELU in place"])
+def test_going_back_on_a_way_changes_what_runs_and_not_what_comes_out(way):
+    from diffusion_engine.attention import axial_rope, grid_positions
+    from diffusion_engine.transformer_block import ParallelBlock
+    from recipes.bench import reference
+
+    ours, usual = reference.PLAIN[way]
+    torch.manual_seed(0)
+    block, x, cond = ParallelBlock(32, 2).requires_grad_(False), torch.randn(2, 6, 32), torch.randn(2, 32)
+    block.modulation.linear.weight.normal_(std=0.3)
+    rope, calls = axial_rope(grid_positions(2, 3), (8, 8)), []
+    expected = block(x, cond, rope=rope)
+    reference.PLAIN[way] = (ours, lambda *args, **more: calls.append(way) or usual(*args, **more))
+    try:
+        with reference.without(way):
+            again = block(x, cond, rope=rope)
+    finally:
+        reference.PLAIN[way] = (ours, usual)
+    assert calls and torch.allclose(again, expected, atol=1e-5) and not torch.allclose(expected, x, atol=0.1)
+    calls.clear()
+    assert torch.equal(block(x, cond, rope=rope), expected) and not calls  # everything is back in its place
+
+
+def test_packed_latents_go_back_to_their_grid():
+    from diffusion_engine.dit import patchify
+    from recipes.bench import reference
+
+    for name in ("flux", "ltx"):
+        latents, (text, _, _), _ = reference.own_arguments(name, "bfloat16")
+        tokens = patchify(latents, 2, channels_first=True) if name == "flux" else latents.flatten(2).mT
+        call = reference.arguments(name, "bfloat16")
+        assert torch.equal(tokens, call["hidden_states"]) and torch.equal(text, call["encoder_hidden_states"])
+
+
 def test_equal_time_lies_between_neighbours():
     from recipes.bench.optimizations import at_equal_time
 

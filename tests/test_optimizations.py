@@ -1,5 +1,6 @@
 """Optimizations: what is exact is equal, what is approximate is nothing at threshold 0, and no run leaves a trace in another."""
 
+import copy
 import math
 from operator import call
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import DiT, DiTConfig, flop_count, parameter_count
@@ -18,12 +20,14 @@ from diffusion_engine.optimizations import (
     PromptTable,
     StepCache,
     Timing,
+    Upcast,
     amdahl,
     compiled_blocks,
     hoist,
     hoist_text,
     knob_layers,
     measure,
+    multiplies,
     ratio,
     roofline,
     weight_intensity,
@@ -374,3 +378,68 @@ def test_stacked_prompts_are_met_again():
     both = stack_prompts([NOTHING, NOTHING, APPLE, APPLE])
     network(torch.cat([NOISE, NOISE]), torch.full((4,), 1000.0), both)
     assert len(network.hoisted.rows) == 1
+
+
+# --- half precision without its instructions --------------------------------------------------------------------------
+
+
+class Dtypes(TorchDispatchMode):
+    """The dtypes of what every product was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in ("addmm", "mm.", "linear", "conv")):
+            self.seen |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.Linear(8, 8),
+        torch.nn.Linear(8, 8, bias=False),
+        torch.nn.Conv2d(3, 4, 3, padding=1, stride=2),
+        torch.nn.Conv3d(3, 4, (1, 3, 3), groups=1),
+    ],
+)
+def test_a_layer_is_multiplied_in_fp32_and_rounded_once(layer, dtype):
+    x = (
+        torch.randn(2, 8)
+        if isinstance(layer, torch.nn.Linear)
+        else torch.randn(2, 3, 4, 6, 6)[:, :, : 4 if layer.weight.ndim == 5 else 1]
+    )
+    x = x.squeeze(2) if layer.weight.ndim == 4 else x
+    half = copy.deepcopy(layer).to(dtype)
+    wide = copy.deepcopy(half).float()
+    with torch.no_grad():
+        with Upcast(), Dtypes() as seen:
+            y = half(x.to(dtype))
+        assert y.dtype == dtype and torch.equal(y, wide(x.to(dtype).float()).to(dtype)) and seen.seen == {torch.float32}
+        assert half.weight.dtype == dtype  # the weights are as small as before
+        with Dtypes() as seen:
+            half(x.to(dtype))
+    assert seen.seen == {dtype}  # and nothing of it is left behind
+
+
+def test_a_whole_network_is_nearer_to_fp32_than_its_own_rounding():
+    dit, cond = make_dit(), prompt(5, 3, batch=2)
+    t, half = torch.full((2,), 500.0), copy.deepcopy(make_dit()).bfloat16()
+    small = [x.bfloat16() if x.is_floating_point() else x for x in cond]
+    exact = dit(NOISE, t, *cond)
+    with Upcast():
+        wide = half(NOISE.bfloat16(), t, *small)
+    plain = half(NOISE.bfloat16(), t, *small)
+    errors = [float((y.float() - exact).abs().mean()) for y in (wide, plain)]
+    assert wide.dtype == torch.bfloat16 and 0 < errors[0] < 1.2 * errors[1]
+    with Upcast():
+        assert torch.equal(dit(NOISE, t, *cond), exact)  # fp32 passes untouched
+
+
+def test_fp32_is_always_multiplied():
+    assert multiplies(torch.float32) is True and all(
+        isinstance(multiplies(d), bool) for d in (torch.bfloat16, torch.float16)
+    )

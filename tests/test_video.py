@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from diffusion_engine import attention as attention_module
 from diffusion_engine.attention import SelfAttention, apply_rope, axial_rope, grid_positions
 from diffusion_engine.dit import patchify
 from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL
+from diffusion_engine.optimizations import StepCache, compiled_blocks
 from diffusion_engine.text_conditioning import PromptEmbeds, TextEncoderConfig
 from diffusion_engine.video import (
+    AcceleratedVideo,
     CausalConv3d,
     CausalResBlock,
     CausalSequential,
@@ -28,6 +32,7 @@ from diffusion_engine.video import (
     VideoVAE,
     VideoVAEConfig,
     attend_along,
+    hoist_video,
     latent_frames,
     rope_axes,
     video_decoder,
@@ -365,8 +370,95 @@ def test_padding_of_prompts_is_never_seen():
 
 def test_channels_that_do_not_fit():
     x, *rest = inputs()
-    with pytest.raises(ValueError, match="latents have 3 channels; expected 2"):
-        small().double()(torch.cat([x, x[:, :1]], dim=1), *rest)
+    for other in (torch.cat([x, x[:, :1]], dim=1), x[:, :, 0]):
+        with pytest.raises(
+            ValueError, match=rf"shape {re.escape(str(tuple(other.shape)))}; expected \(B, 2, F, H, W\)"
+        ):
+            small().double()(other, *rest)
+
+
+# Conditions made ahead, and the switches of chapter 13
+
+
+LEVELS = torch.tensor([1.0, 0.7, 0.3])
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["full", "factorised"])
+def trained(request) -> VideoDiT:
+    """A network in fp32 in which nothing is zero."""
+    return shaken(small(factorised=request.param, depth=3)).float()
+
+
+def embeds(seed: int = 0, b: int = 2, hidden: int = 0) -> PromptEmbeds:
+    mask = torch.ones(b, 4, dtype=torch.bool)
+    mask[:, 4 - hidden :] = False
+    return PromptEmbeds(random(b, 4, 8, seed=seed).float(), mask, random(b, 8, seed=seed + 1).float())
+
+
+def at(sigma: torch.Tensor, b: int = 2) -> torch.Tensor:
+    return 1000 * sigma.expand(b)
+
+
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_conditions_and_velocity_are_the_two_halves_of_forward(trained, hidden):
+    x, prompt = random(2, 2, 3, 4, 6).float(), embeds(hidden=hidden)
+    given = trained.conditions((3, 2, 3), at(LEVELS[1]), *prompt)
+    assert torch.equal(trained.velocity(x, given), trained(x, at(LEVELS[1]), *prompt))
+    for sigma, ahead in zip(LEVELS, hoist_video(trained, (3, 2, 3), LEVELS, prompt), strict=True):
+        assert torch.allclose(trained.velocity(x, ahead), trained(x, at(sigma), *prompt), atol=1e-4)
+        assert (ahead.text_mask is None) == (hidden == 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 99])
+def test_chunks_change_nothing(trained, chunk, monkeypatch):
+    x, prompt, attention, seen = random(2, 2, 3, 4, 6).float(), embeds(), attention_module.attention, []
+    whole = trained(x, at(LEVELS[0]), *prompt)
+    monkeypatch.setattr(attention_module, "attention", lambda *args: seen.append(args[4]) or attention(*args))
+    assert torch.allclose(trained(x, at(LEVELS[0]), *prompt, chunk=chunk), whole, atol=1e-5)
+    assert seen == [chunk] * 6  # self- and cross-attention of each block
+    with pytest.raises(ValueError, match="chunk 0 is no positive number"):
+        trained(x, at(LEVELS[0]), *prompt, chunk=0)
+
+
+def test_every_block_goes_through_run_block(trained):
+    seen, x, prompt = [], random(2, 2, 3, 4, 6).float(), embeds()
+    run = lambda block, *rest: seen.append(block) or block(*rest)  # noqa: E731
+    assert torch.equal(trained(x, at(LEVELS[0]), *prompt, run_block=run), trained(x, at(LEVELS[0]), *prompt))
+    assert seen == list(trained.blocks) == list(trained.parallel_blocks)
+    kinds = []
+    run_block = compiled_blocks(lambda forward: kinds.append(forward) or forward)
+    trained(x, at(LEVELS[0]), *prompt, run_block=run_block)
+    assert kinds == [VideoBlock.forward]  # one kind, compiled once
+
+
+@pytest.mark.parametrize("hoisted", [False, True])
+def test_a_step_cache_of_a_clip(trained, hoisted):
+    x, prompt, sigmas = random(2, 2, 3, 4, 6).float(), embeds(), LEVELS if hoisted else None
+    strict, loose = AcceleratedVideo(trained, sigmas, StepCache(0.0)), AcceleratedVideo(trained, sigmas, StepCache(9.0))
+    for sigma in LEVELS:
+        assert torch.allclose(strict(x, at(sigma), prompt), trained(x, at(sigma), *prompt), atol=1e-4)
+        loose(x, at(sigma), prompt)
+    assert (strict.cache.full, strict.cache.reused, loose.cache.full, loose.cache.reused) == (3, 0, 1, 2)
+    other = embeds(seed=5)
+    assert torch.allclose(
+        loose(x, at(LEVELS[0]), other), trained(x, at(LEVELS[0]), *other), atol=1e-4
+    )  # its own memory
+
+
+def test_a_time_that_was_not_hoisted():
+    net = shaken(small()).float()
+    with pytest.raises(ValueError, match="t = 500 is not a time of this schedule"):
+        AcceleratedVideo(net, LEVELS)(random(1, 2, 3, 4, 6).float(), torch.tensor([500.0]), embeds(b=1))
+
+
+def test_a_stream_keeps_two_frames_of_each_layer_and_no_more(vae, clip):
+    from diffusion_engine.memory_manager import tensor_bytes
+
+    memory: dict = {}
+    vae.decoder(vae.encode(clip), memory)
+    layers = [layer for layer in vae.decoder.modules() if isinstance(layer, CausalConv3d) and layer.kernel_size[0] > 1]
+    places = [6 if layer.in_channels != 4 else 24 for layer in layers]  # of 8 × 12 pixels: latents, half the pixels
+    assert tensor_bytes(memory) == sum(8 * 2 * n * layer.in_channels for layer, n in zip(layers, places))
 
 
 @settings(max_examples=10, deadline=None)

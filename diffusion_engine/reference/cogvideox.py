@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, pad_rope
+from diffusion_engine.dit import Conditions
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
 from diffusion_engine.scheduler import TRAIN_STEPS, Schedule, make_schedule, shift_sigmas
 from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
@@ -30,7 +32,8 @@ class CogVideoXConfig:
     """``config.json`` of diffusers' ``CogVideoXTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: the image-to-video models' entries, another activation, or sizes that the positions cannot share out.
+        ValueError: another activation, or sizes that the positions cannot share out. What is not named here, the
+            image-to-video models' entries among it, `load` refuses.
     """
 
     num_attention_heads: int = 30
@@ -38,12 +41,9 @@ class CogVideoXConfig:
     in_channels: int = 16
     out_channels: int | None = 16
     flip_sin_to_cos: bool = True
-    freq_shift: int = 0
     time_embed_dim: int = 512
-    ofs_embed_dim: int | None = None
     text_embed_dim: int = 4096
     num_layers: int = 30
-    dropout: float = 0.0
     attention_bias: bool = True
     sample_width: int = 90
     sample_height: int = 60
@@ -59,7 +59,6 @@ class CogVideoXConfig:
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     use_rotary_positional_embeddings: bool = False
-    use_learned_positional_embeddings: bool = False
     patch_bias: bool = True
 
     @property
@@ -68,8 +67,7 @@ class CogVideoXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        require(self, flip_sin_to_cos=True, freq_shift=0, activation_fn="gelu-approximate", ofs_embed_dim=None)
-        require(self, timestep_activation_fn="silu", use_learned_positional_embeddings=False)
+        require(self, flip_sin_to_cos=True, activation_fn="gelu-approximate", timestep_activation_fn="silu")
         name = "attention_head_dim" if self.use_rotary_positional_embeddings else "width"
         if (size := getattr(self, name)) % 16:
             raise ValueError(f"{name} {size} is not a multiple of 16, for three axes; try {max(1, size // 16) * 16}")
@@ -106,6 +104,24 @@ def centred_positions(grid: tuple[int, int, int], base: tuple[int, int]) -> Tens
     return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
 
 
+def video_positions(c: CogVideoXConfig, grid: tuple[int, int, int], like: Tensor) -> Rope | Tensor:
+    """Where the video tokens of ``grid`` stand, on the device of ``like``: what is added to them (N, D), or their turns.
+
+    2B adds `sincos_3d`, in the dtype of ``like``; 5B turns by `centred_positions`, 1.5 by whole numbers from 0.
+
+    Raises:
+        ValueError: a grid without an axis of time.
+    """
+    if len(grid) != 3:
+        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
+    if not c.use_rotary_positional_embeddings:
+        scales = c.spatial_interpolation_scale, c.temporal_interpolation_scale
+        return sincos_3d(grid, c.width, *scales, device=like.device).to(like)
+    base, head = (c.sample_height // c.patch_size, c.sample_width // c.patch_size), c.attention_head_dim
+    positions = centred_positions(grid, base) if c.patch_size_t is None else grid_positions(*grid)
+    return axial_rope(positions.to(like.device), (head // 4, 3 * head // 8, 3 * head // 8))
+
+
 def steer(x: Tensor, mod: Mod) -> Tensor:
     """(1 + γ) · x + β: `modulate` for tokens (B, N, D) that were normalised already."""
     return torch.addcmul(mod.shift, x, 1 + mod.scale)
@@ -114,7 +130,8 @@ def steer(x: Tensor, mod: Mod) -> Tensor:
 class ExpertNorm(nn.Module):
     """One LayerNorm with weights for both kinds of token, then a shift, a scale and a gate for each.
 
-    forward(x (B, N, D), text (B, M, D), cond (B, Dc)) → both normalised and steered, and their gates (B, 1, D), video first.
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc), or the `knobs` of it) → both normalised and steered, and their gates
+    (B, 1, D), video first.
 
     Source: Yang et al. 2024 (CogVideoX), "expert adaptive LayerNorm"; diffusers' ``CogVideoXLayerNormZero``.
     """
@@ -124,15 +141,20 @@ class ExpertNorm(nn.Module):
         self.linear = nn.Linear(c.time_embed_dim, 6 * c.width)
         self.norm = nn.LayerNorm(c.width, c.norm_eps, c.norm_elementwise_affine)
 
-    def forward(self, x: Tensor, text: Tensor, cond: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        for_video, for_text = split_mods(self.linear(F.silu(cond)), 2)
+    def knobs(self, cond: Tensor | list[Mod]) -> list[Mod]:
+        """Of video and text, from cond (B, Dc); those made ahead pass unchanged."""
+        return cond if isinstance(cond, list) else split_mods(self.linear(F.silu(cond)), 2)
+
+    def forward(self, x: Tensor, text: Tensor, cond: Tensor | list[Mod]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        for_video, for_text = self.knobs(cond)
         return steer(self.norm(x), for_video), steer(self.norm(text), for_text), for_video.gate, for_text.gate
 
 
 class CogVideoXBlock(nn.Module):
     """Attention, then a feed-forward network, each over text and video in one row with shared weights.
 
-    forward(x (B, N, D), text (B, M, D), cond (B, Dc), mask and rope over M + N tokens, text first) → x and text anew.
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc), or the `knobs` of it, mask and rope over M + N tokens, text first) →
+    x and text anew.
     """
 
     def __init__(self, c: CogVideoXConfig):
@@ -142,10 +164,15 @@ class CogVideoXBlock(nn.Module):
         self.attn = SelfAttention(c.width, c.num_attention_heads, "layer", **heads)
         self.ff = FeedForward(c.width)
 
+    def knobs(self, cond: Tensor) -> tuple[list[Mod], list[Mod]]:
+        """Of both norms, from cond (B, Dc)."""
+        return self.norm1.knobs(cond), self.norm2.knobs(cond)
+
     def forward(self, x, text, cond, mask=None, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         attend, m = partial(self.attn, mask=mask, rope=rope), text.shape[1]
-        for norm, layer in ((self.norm1, attend), (self.norm2, self.ff)):
-            h, h_text, gate, text_gate = norm(x, text, cond)
+        for_attn, for_ff = cond if isinstance(cond, tuple) else (cond, cond)
+        for norm, layer, knobs in ((self.norm1, attend, for_attn), (self.norm2, self.ff, for_ff)):
+            h, h_text, gate, text_gate = norm(x, text, knobs)
             both = layer(torch.cat([h_text, h], dim=1))  # (B, M + N, D)
             x, text = torch.addcmul(x, gate, both[:, m:]), torch.addcmul(text, text_gate, both[:, :m])
         return x, text
@@ -190,52 +217,57 @@ class CogVideoX(nn.Module):
         super().__init__()
         self.config, c, width = config, config, config.width
         pt, ph, pw = self.patch = (c.patch_size_t or 1, c.patch_size, c.patch_size)
+        self.min_multiple = c.patch_size  # latent height and width must be multiples of this; frames of patch[0]
         self.video_in = nn.Linear(pt * ph * pw * c.in_channels, width, bias=c.patch_bias or c.patch_size_t is not None)
-        self.text_in = nn.Linear(c.text_embed_dim, width)
-        self.time_in = TimestepEmbedder(c.time_embed_dim, frequency_dim=width)
+        self.text_in, self.time_in = nn.Linear(c.text_embed_dim, width), TimestepEmbedder(c.time_embed_dim, width)
         self.blocks = nn.ModuleList(CogVideoXBlock(c) for _ in range(c.num_layers))
         norms = (nn.LayerNorm(width, c.norm_eps, c.norm_elementwise_affine) for _ in range(2))
         self.final_norms, self.final_knobs = nn.Sequential(*norms), nn.Linear(c.time_embed_dim, 2 * width)
         self.out = nn.Linear(width, pt * ph * pw * (c.out_channels or c.in_channels))
-
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this; latent frames of ``patch[0]``."""
-        return self.config.patch_size
-
-    def rope(self, grid: tuple[int, int, int], device=None) -> Rope:
-        """The turns of the video tokens of ``grid``: `centred_positions`, or whole numbers from 0 (1.5)."""
-        c, head = self.config, self.config.attention_head_dim
-        base = (c.sample_height // c.patch_size, c.sample_width // c.patch_size)
-        positions = centred_positions(grid, base) if c.patch_size_t is None else grid_positions(*grid)
-        return axial_rope(positions.to(device), (head // 4, 3 * head // 8, 3 * head // 8))
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, rope: Rope | None = None) -> Tensor:
         """v = √ᾱ · ε − √(1 − ᾱ) · x0, (B, C, T, H, W), at t = 0 … 999, (B,), under text (B, M, 4096).
 
         Args:
             text_mask: (B, M) bool; the family was trained without, padding is seen. pooled: unused.
-            rope: of the video tokens, where another than `rope` is wanted.
+            rope: of the video tokens, where another than `video_positions` makes is wanted.
         """
-        c, tokens = self.config, video_patchify(latents, self.patch)
-        grid = video_grid(latents.shape[2:], self.patch)
-        x, text, cond = self.video_in(tokens), self.text_in(text), self.time_in(t)
-        if c.use_rotary_positional_embeddings:
-            rope = pad_rope(self.rope(grid, x.device) if rope is None else rope, before=text.shape[1])
-        else:
-            scales = c.spatial_interpolation_scale, c.temporal_interpolation_scale
-            x = x + sincos_3d(grid, c.width, *scales, device=x.device).to(x)
-        mask = joint_mask(text_mask, x.shape[1], text_first=True)
-        for block in self.blocks:
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, rope))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, rope: Rope | None = None) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, T, h, w); the rest as in `forward`."""
+        text = self.text_in(text)
+        places = rope or video_positions(self.config, video_grid(shape[1:], self.patch), text)
+        if isinstance(places, Rope):
+            places = pad_rope(places, before=text.shape[1])
+        return Conditions(text, text_mask, places, [self.time_in(t)] * (self.config.num_layers + 1))
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: v of the latents under given conditions."""
+        x, (text, mask, rope, conds) = self.video_in(video_patchify(latents, self.patch)), given
+        del given  # a table of places ends with its reader
+        if not isinstance(rope, Rope):
+            x, rope = x + rope, None
+        mask = joint_mask(mask, x.shape[1], text_first=True)
+        for block, cond in zip(self.blocks, conds):
             x, text = block(x, text, cond, mask, rope)
-        (mod,) = split_mods(self.final_knobs(F.silu(cond)), 1, gate=False)
-        return video_unpatchify(self.out(steer(self.final_norms(x), mod)), self.patch, grid)
+        x = self.out(steer(self.final_norms(x), *self.end(conds[-1])))
+        return video_unpatchify(x, self.patch, video_grid(latents.shape[2:], self.patch))
+
+    def end(self, cond: Tensor | list[Mod]) -> list[Mod]:
+        """Shift and scale before the last layer, one `Mod`, of cond (B, Dc); one made ahead passes unchanged."""
+        return cond if isinstance(cond, list) else split_mods(self.final_knobs(F.silu(cond)), 1, gate=False)
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, rope: Rope | None = None) -> list[Conditions]:
+        """`conditions` for all training steps ``times`` (S,), one product a layer; S · B · (all knobs) numbers."""
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, rope)
+        knobs = [block.knobs(cond) for block, cond in zip(self.blocks, given.cond)] + [self.end(given.cond[-1])]
+        return [given._replace(cond=cond) for cond in by_step(knobs, len(times))]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, image_rotary_emb=None) -> Tensor:
         """The same under diffusers' names: latents (B, T, C, H, W), rotations (N, head_dim) with each number twice."""
         rope = None if image_rotary_emb is None else Rope(*(table[:, ::2] for table in image_rotary_emb))
-        latents = hidden_states.transpose(1, 2)
-        return self(latents, timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
+        return self(hidden_states.transpose(1, 2), timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -281,7 +313,8 @@ class DDIM:
     @property
     def sigmas(self) -> Tensor:
         """s = sin φ / (cos φ + sin φ) of t = 0 … 999, float64: where on the straight road the step t lies."""
-        return self.angles.sin() / (self.angles.cos() + self.angles.sin())
+        angles = self.angles
+        return angles.sin() / (angles.cos() + angles.sin())
 
 
 def ddim_timesteps(num_inference_steps: int) -> list[int]:
@@ -328,24 +361,28 @@ def straight_schedule(ddim: DDIM, num_inference_steps: int) -> Schedule:
     return Schedule((*ddim.sigmas[ddim_timesteps(num_inference_steps)].tolist(), 0.0))
 
 
+def nearest_steps(ddim: DDIM, s: Tensor) -> Tensor:
+    """The step of training that lies nearest to each s (B,) on the straight road: what the network is told, 0.0 … 999.0."""
+    return (ddim.sigmas.float().to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()
+
+
 def straighten(network: Callable[..., Tensor], ddim: DDIM) -> Callable[..., Tensor]:
     """A v-predicting network as a velocity on the straight road: u = k² (2s − 1) · y + k · v(k · y, t_train).
 
     k = 1 / √(s² + (1 − s)²) = cos φ + sin φ. Walk it down `straight_schedule`; guidance may come before or after.
 
     Args:
-        network: network(x, t, …) → v, t = 0 … 999. ddim: which step of training lies at which s; the nearest is taken.
+        network: network(x, t, …) → v, t = 0 … 999. ddim: says which is taken at which s, see `nearest_steps`.
 
     Returns:
         velocity(latents y (B, …), t = 1000 · s (B,), …) → (B, …) in the dtype of y; what follows t is handed on.
 
     Source: Gao et al. 2024, "Diffusion meets flow matching".
     """
-    table = ddim.sigmas.float()
 
     def velocity(latents: Tensor, t: Tensor, *condition, **more) -> Tensor:
         s = t.float() / TRAIN_STEPS
-        step = (table.to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()  # (B,)
+        step = nearest_steps(ddim, s)
         s = s.reshape(-1, *[1] * (latents.ndim - 1))
         k, y = (s**2 + (1 - s) ** 2) ** -0.5, latents.float()
         v = network((k * y).to(latents.dtype), step, *condition, **more)

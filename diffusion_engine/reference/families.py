@@ -100,6 +100,10 @@ class Family:
         """The transformer as a velocity: itself, unless it predicts something else."""
         return net
 
+    def times(self, folder, sigmas: Tensor) -> Tensor:
+        """What the transformer is told as time at each noise level (S,)."""
+        return 1000 * sigmas
+
     def extra(self, net: nn.Module, x: Tensor, guidance: float, vae: dict) -> dict:
         """What the network needs beyond latents, time and text."""
         if getattr(net, "guidance_in", None) is None:
@@ -321,6 +325,9 @@ class CogVideoXFamily(Family):
 
     def network(self, net, folder):
         return straighten(net, self.ddim(folder))
+
+    def times(self, folder, sigmas):
+        return nearest_steps(self.ddim(folder), sigmas)
 
     def noise(self, seed, shape):
         c, t, h, w = shape

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, key_mask, pad_rope
-from diffusion_engine.dit import FinalLayer
+from diffusion_engine.dit import Conditions, FinalLayer
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
+from diffusion_engine.reference.cogvideox import channels_last
+from diffusion_engine.reference.flux import PARALLEL
+from diffusion_engine.reference.sd3 import JOINT
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
@@ -59,14 +63,15 @@ class HunyuanVideoConfig:
 
 
 def video_rope(grid: tuple[int, int, int], config: HunyuanVideoConfig, text_tokens: int, device=None) -> Rope:
-    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay."""
+    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay.
+
+    Raises:
+        ValueError: a grid without an axis of time.
+    """
+    if len(grid) != 3:
+        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
     rope = axial_rope(grid_positions(*grid).to(device), config.rope_axes_dim, config.rope_theta)
     return pad_rope(rope, after=text_tokens)
-
-
-def channels_last(rows: Tensor, channels: int) -> Tensor:
-    """Rows of a last layer from (C · pt · ph · pw, …) to (pt · ph · pw · C, …); a bias has rows alone."""
-    return rows.unflatten(0, (channels, -1)).transpose(0, 1).flatten(0, 1)
 
 
 class RefinerBlock(nn.Module):
@@ -136,23 +141,8 @@ def trim_padding(text: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | No
     return text, None if real.all() else real
 
 
-QKV = "attn.{to_q,to_k,to_v}"
-JOINT = {
-    "image_modulation.linear": "norm1.linear",
-    "text_modulation.linear": "norm1_context.linear",
-    "attn.image.qkv": QKV,
-    "attn.image.out": "attn.to_out.0",
-    "attn.text.qkv": "attn.{add_q_proj,add_k_proj,add_v_proj}",
-    "attn.text.out": "attn.to_add_out",
-    **{f"attn.image.norm_{a}": f"attn.norm_{a}" for a in "qk"},
-    **{f"attn.text.norm_{a}": f"attn.norm_added_{a}" for a in "qk"},
-    **{f"image_ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-    **{f"text_ff.{i}": f"ff_context.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
-PARALLEL = {"modulation.linear": "norm.linear", "stream.qkv": QKV, "ff_in": "proj_mlp", "out": "proj_out"}
-PARALLEL |= {"stream.norm_q": "attn.norm_q", "stream.norm_k": "attn.norm_k"}
-REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.qkv": QKV}
-REFINER |= {"attn.stream.out": "attn.to_out.0", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
+REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.out": "attn.to_out.0"}
+REFINER |= {"attn.stream.qkv": "attn.{to_q,to_k,to_v}", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
 EMBEDDERS = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
 
 
@@ -174,17 +164,27 @@ def hunyuan_video_keys(config: HunyuanVideoConfig) -> KeyMap:
     return KeyMap(names, changes | {"final.linear": partial(channels_last, channels=config.in_channels)})
 
 
+def run_as_diffusers(
+    model, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, guidance=None
+) -> Tensor:
+    """`HunyuanVideo` under diffusers' names; timestep is t, guidance 1000 · w, not read without an embedder."""
+    scale, shape = guidance if model.config.guidance_embeds else None, hidden_states.shape[1:]
+    rest = encoder_hidden_states, encoder_attention_mask.bool(), pooled_projections, scale
+    return model.velocity(hidden_states, model.conditions(shape, timestep.float(), *rest, unit=1))
+
+
 class HunyuanVideo(nn.Module):
     """Velocity network of HunyuanVideo; the arguments are those of chapter 06's `DiT`, and ``guidance``.
 
     Source: Kong et al. 2024; Tencent, HunyuanVideo ``models.py``; diffusers ``transformer_hunyuan_video.py``.
     """
 
-    Config, key_map = HunyuanVideoConfig, staticmethod(hunyuan_video_keys)
+    Config, key_map, as_diffusers = HunyuanVideoConfig, staticmethod(hunyuan_video_keys), run_as_diffusers
 
     def __init__(self, config: HunyuanVideoConfig):
         super().__init__()
         self.config, c, heads = config, config, config.num_attention_heads
+        self.min_multiple = c.patch_size  # latent height and width must be multiples of this
         width, patch_dim = heads * c.attention_head_dim, c.patch_size_t * c.patch_size**2 * c.in_channels
         self.image_in, self.final = nn.Linear(patch_dim, width), FinalLayer(width, patch_dim)
         self.refiner = TokenRefiner(c.text_embed_dim, width, heads, c.num_refiner_layers)
@@ -193,37 +193,49 @@ class HunyuanVideo(nn.Module):
         self.joint_blocks = nn.ModuleList(JointBlock(width, heads) for _ in range(c.num_layers))
         self.parallel_blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(c.num_single_layers))
 
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this."""
-        return self.config.patch_size
-
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, F, H, W) at t = 1000 · σ, (B,), under text (B, M, 4096), pooled (B, 768), guidance w, (B,)."""
-        return self.run(latents, t, text, text_mask, pooled, None if guidance is None else 1000 * guidance.float())
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, guidance))
 
-    def run(self, latents, t, text, text_mask, pooled, guidance) -> Tensor:
-        """`forward` with guidance as 1000 · w."""
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None, unit: float = 1000) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); ``unit`` · guidance is embedded."""
         if (guidance is None) != (self.guidance_in is None):
             wants = "a scale such as 6.0 per sample" if guidance is None else "None: it has no embedder for it"
             raise ValueError(f"guidance is {'missing' if guidance is None else 'given'}; this checkpoint wants {wants}")
-        grid = video_grid(latents.shape[2:], self.config.patch)
-        x, (text, mask) = self.image_in(video_patchify(latents, self.config.patch)), trim_padding(text, text_mask)
+        text, mask = trim_padding(text, text_mask)
         text, cond = self.refiner(text, t, mask), self.time_in(t) + self.pooled_in(pooled)
         if guidance is not None:
-            cond = cond + self.guidance_in(guidance.float())
-        rope = video_rope(grid, self.config, text.shape[1], x.device)
+            cond = cond + self.guidance_in(unit * guidance.float())
+        rope = video_rope(video_grid(shape[1:], self.config.patch), self.config, text.shape[1], text.device)
+        return Conditions(text, mask, rope, [cond] * (len(self.joint_blocks) + len(self.parallel_blocks) + 1))
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity of the latents under given conditions."""
+        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.config.patch)), given
+        n, cond = x.shape[1], iter(cond)
+        del given  # the text that the first block rewrites ends there
         for block in self.joint_blocks:
-            x, text = block(x, text, cond, mask, rope)
-        n = x.shape[1]
+            x, text = block(x, text, next(cond), mask, rope)
         x, mask = torch.cat([x, text], dim=1), joint_mask(mask, n)  # (B, N + M, D)
         for block in self.parallel_blocks:
-            x = block(x, cond, mask, rope)
-        return video_unpatchify(self.final(x[:, :n], cond), self.config.patch, grid)
+            x = block(x, next(cond), mask, rope)
+        grid = video_grid(latents.shape[2:], self.config.patch)
+        return video_unpatchify(self.final(x[:, :n], next(cond)), self.config.patch, grid)
 
-    def as_diffusers(
-        self, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, guidance=None
-    ) -> Tensor:
-        """The same under diffusers' names; ``timestep`` is t, ``guidance`` 1000 · w, not read without an embedder."""
-        mask, scale = encoder_attention_mask.bool(), guidance if self.config.guidance_embeds else None
-        return self.run(hidden_states, timestep.float(), encoder_hidden_states, mask, pooled_projections, scale)
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
+        """`conditions` for all times (S,), see `refine_ahead`; ``shape`` is that of the latents without the batch."""
+        return refine_ahead(self, shape, times, text, text_mask, pooled, guidance)
+
+
+def refine_ahead(model: nn.Module, shape, times, text, text_mask, pooled, guidance) -> list[Conditions]:
+    """`conditions` for all times (S,) at once, equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
+
+    Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
+    """
+    many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in (text, text_mask, pooled, guidance)]
+    given = model.conditions(shape, times.repeat_interleave(len(text)), *many)
+    cond = given.cond[-1]  # (S · B, D)
+    knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in model.joint_blocks]
+    knobs += [*(block.modulation(cond) for block in model.parallel_blocks), model.final.knobs(cond)]
+    rows = by_step((given.text, given.text_mask, knobs), len(times))
+    return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, grid_positions
+from diffusion_engine.dit import Conditions
 from diffusion_engine.reference.checkpoint import KeyMap
+from diffusion_engine.reference.wan import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
-from diffusion_engine.transformer_block import DiTBlock, Mod, modulate
+from diffusion_engine.transformer_block import DiTBlock, modulate
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class LTXConfig:
     """``config.json`` of diffusers' ``LTXVideoTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: a variant that is not built here.
+        ValueError: a variant that is not built here. What is not named here, norms with weights among it, `load` refuses.
     """
 
     in_channels: int = 128
@@ -32,7 +34,6 @@ class LTXConfig:
     num_layers: int = 28
     activation_fn: str = "gelu-approximate"
     qk_norm: str = "rms_norm_across_heads"
-    norm_elementwise_affine: bool = False
     norm_eps: float = 1e-6
     caption_channels: int = 4096
     attention_bias: bool = True
@@ -45,7 +46,7 @@ class LTXConfig:
 
     def __post_init__(self):
         built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
+        built |= {"qk_norm": "rms_norm_across_heads", "attention_out_bias": True}
         for name, value in (built | {"cross_attention_dim": self.width}).items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
@@ -116,17 +117,7 @@ def ltx_block(config: LTXConfig) -> DiTBlock:
     return DiTBlock(width, heads, norm="rms", table=True, cross=cross, **options)
 
 
-BLOCK = {
-    "modulation.table": "scale_shift_table",
-    "attn.stream.qkv": "attn1.{to_q,to_k,to_v}",
-    "attn.stream.out": "attn1.to_out.0",
-    "cross.q": "attn2.to_q",
-    "cross.kv": "attn2.{to_k,to_v}",
-    "cross.out": "attn2.to_out.0",
-    **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
-    **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    **{f"ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
+LTX_BLOCK = BLOCK | {"ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
 
 
 def ltx_keys(config: LTXConfig) -> KeyMap:
@@ -134,7 +125,7 @@ def ltx_keys(config: LTXConfig) -> KeyMap:
     names = {"image_in": "proj_in", "knobs": "time_embed.linear", "table": "scale_shift_table", "out": "proj_out"}
     for ours, theirs in {"time_in.mlp": "time_embed.emb.timestep_embedder", "text_in": "caption_projection"}.items():
         names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
-    return KeyMap(names | {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()})
+    return KeyMap(names | {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in LTX_BLOCK.items()})
 
 
 def run_as_diffusers(
@@ -156,7 +147,7 @@ def run_as_diffusers(
     else:
         positions = video_coords.float().mT
     mask = None if encoder_attention_mask is None else encoder_attention_mask.bool()
-    return model.run(hidden_states, positions, timestep.float(), encoder_hidden_states, mask)
+    return model.run(hidden_states, model.conditions_at(positions, timestep.float(), encoder_hidden_states, mask))
 
 
 class LTX(nn.Module):
@@ -177,23 +168,36 @@ class LTX(nn.Module):
         self.blocks = nn.ModuleList(ltx_block(c) for _ in range(c.num_layers))
         self.table = nn.Parameter(torch.zeros(2, width))
 
-    def forward(
-        self, latents, t, text, text_mask=None, pooled=None, frame_rate=25.0, causal=False, compression=(8, 32)
-    ) -> Tensor:
+    def forward(self, latents, t, text, text_mask=None, pooled=None, **where) -> Tensor:
         """Velocity (B, C, F, H, W) at t = 1000 · σ under text (B, M, 4096), text_mask (B, M); pooled is unused.
 
-        t may be (B, F · H · W), a time for every token; for the last three arguments see `ltx_positions`.
+        t may be (B, F · H · W), a time for every token; ``where`` is frame_rate, compression, causal of `ltx_positions`.
         """
-        grid = latents.shape[2:]
-        positions = ltx_positions(grid, frame_rate, compression, causal).to(latents.device)
-        return self.run(latents.flatten(2).mT, positions, t, text, text_mask).mT.unflatten(2, grid)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, **where))
 
-    def run(self, tokens, positions, t, text, text_mask=None) -> Tensor:
-        """Packed latents (B, N, C) → velocity, as packed; positions (N, 3) or (B, N, 3), see `ltx_positions`."""
-        width, cond = self.config.width, self.time_in(t.flatten()).unflatten(0, t.shape)  # (B, D) or (B, N, D)
-        x, text, shared = self.image_in(tokens), self.text_in(text), self.knobs(F.silu(cond))
-        rope = fractional_rope(positions, width, self.config.num_attention_heads)
-        for block in self.blocks:
-            x = block(x, shared, rope=rope, text=text, text_mask=text_mask)
-        mod = Mod(*(self.table + cond.reshape(len(x), -1, 1, width)).unbind(-2))  # shift, scale: (B, 1 or N, D)
-        return self.out(modulate(x, mod))  # LayerNorm here
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, **where) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`."""
+        return self.conditions_at(ltx_positions(shape[1:], **where).to(text.device), t, text, text_mask)
+
+    def conditions_at(self, positions, t, text, text_mask=None) -> Conditions:
+        """`conditions` of tokens at given positions (N, 3) or (B, N, 3), seconds and pixels."""
+        c, cond = self.config, self.time_in(t.flatten()).unflatten(0, t.shape)  # (B, D) or (B, N, D)
+        rope, shared = fractional_rope(positions, c.width, c.num_attention_heads), self.knobs(F.silu(cond))
+        return Conditions([self.text_in(text)] * c.num_layers, text_mask, rope, [shared] * c.num_layers + [cond])
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity of the latents under given conditions."""
+        return self.run(latents.flatten(2).mT, given).mT.unflatten(2, latents.shape[2:])
+
+    def run(self, tokens: Tensor, given: Conditions) -> Tensor:
+        """Packed latents (B, N, C) → velocity, as packed."""
+        x, rope, mask = self.image_in(tokens), given.positions, given.text_mask
+        for block, shared, text in zip(self.blocks, given.cond, given.text):
+            x = block(x, shared, rope=rope, text=text, text_mask=mask)
+        return self.out(modulate(x, last_mod(self.table, given.cond[-1])))  # LayerNorm here
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, **where) -> list[Conditions]:
+        """`conditions` for all times (S,), see `work_ahead`; a mask that hides nothing is dropped."""
+        mask = None if text_mask is None or bool(text_mask.all()) else text_mask
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, mask, pooled, **where)
+        return work_ahead(self, given, len(times))

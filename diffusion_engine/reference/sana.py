@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Heads, RMSNorm
-from diffusion_engine.dit import patch_grid, patchify, unpatchify
+from diffusion_engine.dit import Conditions, patch_grid, patchify, unpatchify
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import Mod, ModulationTable, modulate
@@ -59,11 +60,7 @@ class SanaConfig:
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """φ(q) Σ φ(k)ᵀ v / φ(q) Σ φ(k)ᵀ with φ = ReLU, in every head, in fp32.
 
-    Args:
-        q, k, v: (B, H, N, Dh) each.
-
-    Returns:
-        (B, H, N, Dh), fp32; zeros for a query that no key answers.
+    q, k, v (B, H, N, Dh) → the same shape, fp32; zeros for a query that no key answers.
 
     Source: Katharopoulos et al. 2020; Xie et al. 2024 (Sana); diffusers' ``SanaLinearAttnProcessor2_0``.
     """
@@ -74,11 +71,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class LinearAttention(nn.Module):
-    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N.
-
-    Args:
-        width: D. heads: H. qk_norm, bias: as in `Heads`.
-    """
+    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N; see `Heads`."""
 
     def __init__(self, width: int, heads: int, qk_norm, bias: bool):
         super().__init__()
@@ -91,9 +84,7 @@ class LinearAttention(nn.Module):
 class ConvFeedForward(nn.Module):
     """Expand → 3×3 convolution of each channel alone, over the grid → u ⊙ SiLU(g) → project: (B, N, D) → (B, N, D).
 
-    Args:
-        width: D. ratio: hidden = ratio · width, twice that wide before the gate.
-
+    hidden = ratio · width, twice that wide before the gate.
     Source: Xie et al. 2024 (Sana), "Mix-FFN"; diffusers' ``GLUMBConv``.
     """
 
@@ -114,6 +105,9 @@ class ConvFeedForward(nn.Module):
 
 class SanaBlock(nn.Module):
     """Linear self-attention, cross-attention to the text without a gate, gated convolution; knobs from a table.
+
+    forward(x (B, N, D), shared knobs (B, 6 · D), text (B, M, Dt), text_mask (B, M) bool, grid); shared knobs may be two
+    `Mod` made before, and text the keys and values that `CrossAttention.keys_values` made.
 
     Source: Xie et al. 2024 (Sana); diffusers' ``SanaTransformerBlock``.
     """
@@ -143,10 +137,9 @@ BLOCK = {
     "cross.out": "attn2.to_out.0",
     **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
     **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    **{
-        f"ff.{ours}": f"ff.conv_{theirs}"
-        for ours, theirs in {"expand": "inverted", "depthwise": "depth", "out": "point"}.items()
-    },
+    "ff.expand": "ff.conv_inverted",
+    "ff.depthwise": "ff.conv_depth",
+    "ff.out": "ff.conv_point",
 }
 
 
@@ -154,12 +147,8 @@ def sana_keys(config: SanaConfig) -> KeyMap:
     """Where each tensor of `Sana` lies in diffusers' checkpoint."""
     names = {"image_in": "patch_embed.proj", "knobs": "time_embed.linear", "text_norm": "caption_norm"}
     time = "time_embed." + "emb." * (not config.guidance_embeds)
-    mlps = {
-        "time_in.mlp": f"{time}timestep_embedder",
-        "guidance_in.mlp": f"{time}guidance_embedder",
-        "text_in": "caption_projection",
-    }
-    for ours, theirs in mlps.items():
+    mlps = {"time_in.mlp": f"{time}timestep_embedder", "guidance_in.mlp": f"{time}guidance_embedder"}
+    for ours, theirs in (mlps | {"text_in": "caption_projection"}).items():
         names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
     names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
     names |= {"table": "scale_shift_table", "out": "proj_out"}
@@ -181,10 +170,9 @@ class Sana(nn.Module):
         self.image_in = nn.Linear(c.patch_size**2 * c.in_channels, width)
         self.text_in = nn.Sequential(nn.Linear(c.caption_channels, width), nn.GELU("tanh"), nn.Linear(width, width))
         self.text_norm = RMSNorm(width, eps=1e-5)
-        self.time_in, self.knobs = TimestepEmbedder(width), nn.Linear(width, 6 * width)
-        self.guidance_in = TimestepEmbedder(width) if c.guidance_embeds else None
+        self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if c.guidance_embeds else None
+        self.knobs, self.table = nn.Linear(width, 6 * width), nn.Parameter(torch.zeros(2, width))
         self.blocks = nn.ModuleList(SanaBlock(c) for _ in range(c.num_layers))
-        self.table = nn.Parameter(torch.zeros(2, width))
         self.out = nn.Linear(width, c.patch_size**2 * (c.out_channels or c.in_channels))
 
     @property
@@ -194,20 +182,35 @@ class Sana(nn.Module):
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, H, W) at t = 1000 · σ, (B,), under text (B, M, 2304), text_mask (B, M); pooled is unused."""
-        p = self.config.patch_size
-        grid = patch_grid(*latents.shape[-2:], p)
-        cond = self.time_in(t * self.config.timestep_scale)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, guidance))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None) -> Conditions:
+        """All of a forward that looks at no latent, whatever their ``shape``; every block's text is the same tokens."""
+        cond = self.time_in(t * self.config.timestep_scale)  # (B, D)
         if guidance is not None:
             cond = cond + self.guidance_in(guidance.float())
-        x, text, shared = (
-            self.image_in(patchify(latents, p)),
-            self.text_norm(self.text_in(text)),
-            self.knobs(F.silu(cond)),
-        )
-        for block in self.blocks:
-            x = block(x, shared, text, text_mask, grid)
-        mod = Mod(*(self.table + cond.unsqueeze(1)).chunk(2, dim=1))
-        return unpatchify(self.out(modulate(x, mod)), p, grid)
+        text, shared = self.text_norm(self.text_in(text)), self.knobs(F.silu(cond))
+        end, depth = Mod(*(self.table + cond.unsqueeze(1)).chunk(2, dim=1)), len(self.blocks)
+        return Conditions([text] * depth, text_mask, None, [shared] * depth + [end])
+
+    def velocity(self, latents, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        p, grid = self.config.patch_size, patch_grid(*latents.shape[-2:], self.config.patch_size)
+        x = self.image_in(patchify(latents, p))  # (B, N, D)
+        for block, shared, text in zip(self.blocks, given.cond, given.text):
+            x = block(x, shared, text, given.text_mask, grid)
+        return unpatchify(self.out(modulate(x, given.cond[-1])), p, grid)
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
+        """`conditions` at each of the times (S,) for the B prompts of one forward, all knobs made: S × `Conditions`.
+
+        Every block's text is its keys and values, made once and shared by all steps.
+        """
+        guidance = None if guidance is None else guidance.repeat(len(times))
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, guidance)
+        text = [block.cross.keys_values(tokens) for block, tokens in zip(self.blocks, given.text)]
+        knobs = [block.modulation(shared) for block, shared in zip(self.blocks, given.cond)]
+        return [given._replace(text=text, cond=row) for row in by_step([*knobs, given.cond[-1]], len(times))]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None):
         """The same under diffusers' names; its ``timestep`` is already scaled."""

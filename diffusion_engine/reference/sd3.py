@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_engine.attention import SelfAttention
-from diffusion_engine.dit import FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.dit import Conditions, FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, Modulation, modulate
@@ -76,8 +77,9 @@ class DualBlock(JointBlock):
         self.attn2 = SelfAttention(width, heads, qk_norm)
 
     def forward(self, x, text, cond, text_mask=None, rope=None, chunk=None):
-        for_joint, for_ff, for_own = self.image_modulation(cond)
-        text_mods = self.text_modulation(cond)
+        for_image, for_text = cond if isinstance(cond, tuple) else (cond, cond)
+        for_joint, for_ff, for_own = self.image_modulation(for_image)
+        text_mods = self.text_modulation(for_text)
         a, b = self.attn(modulate(x, for_joint), modulate(text, text_mods[0]), text_mask, rope, chunk)
         own = self.attn2(modulate(x, for_own), chunk=chunk)
         x = torch.addcmul(torch.addcmul(x, for_joint.gate, a), for_own.gate, own)
@@ -88,21 +90,20 @@ class DualBlock(JointBlock):
         return x, torch.addcmul(text, text_mods[1].gate, self.text_ff(modulate(text, text_mods[1])))
 
 
-BLOCK = {
+JOINT = {
     "image_modulation.linear": "norm1.linear",
     "text_modulation.linear": "norm1_context.linear",
     "attn.image.qkv": "attn.{to_q,to_k,to_v}",
     "attn.image.out": "attn.to_out.0",
     "attn.text.qkv": "attn.{add_q_proj,add_k_proj,add_v_proj}",
     "attn.text.out": "attn.to_add_out",
-    "attn2.stream.qkv": "attn2.{to_q,to_k,to_v}",
-    "attn2.stream.out": "attn2.to_out.0",
     **{f"attn.image.norm_{a}": f"attn.norm_{a}" for a in "qk"},
     **{f"attn.text.norm_{a}": f"attn.norm_added_{a}" for a in "qk"},
-    **{f"attn2.stream.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
     **{f"image_ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
     **{f"text_ff.{i}": f"ff_context.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
 }
+OWN = {"attn2.stream.qkv": "attn2.{to_q,to_k,to_v}", "attn2.stream.out": "attn2.to_out.0"}
+OWN |= {f"attn2.stream.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
 
 
 def sd3_keys(config: SD3Config) -> KeyMap:
@@ -110,7 +111,7 @@ def sd3_keys(config: SD3Config) -> KeyMap:
     names = {"image_in": "pos_embed.proj", "table": "pos_embed.pos_embed", "text_in": "context_embedder"}
     for ours, theirs in {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder"}.items():
         names |= {f"{ours}.{2 * i}": f"time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
-    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
+    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in (JOINT | OWN).items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
     last = f"blocks.{config.num_layers - 1}.text_modulation.linear"
     return KeyMap(names, {"image_in.weight": flatten_patches, "final.modulation": swap_halves, last: swap_halves})
@@ -145,13 +146,33 @@ class SD3(nn.Module):
 
     def forward(self, latents, t, text, text_mask=None, pooled=None) -> Tensor:
         """Velocity (B, C, H, W) of latents at t = 1000 · σ, (B,), under text (B, M, 4096) and pooled (B, 2048)."""
-        p = self.config.patch_size
-        grid = patch_grid(*latents.shape[-2:], p)
-        x = self.image_in(patchify(latents, p)) + middle_of(self.table, grid)  # (B, N, D)
-        text, cond = self.text_in(text), self.time_in(t) + self.pooled_in(pooled)
-        for block in self.blocks:
-            x, text = block(x, text, cond, text_mask)
-        return unpatchify(self.final(x, cond), p, grid)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None) -> Conditions:
+        """All of a forward that looks at no latent; the latents will be ``shape`` (C, H, W). Knobs are left to the blocks."""
+        cond = self.time_in(t) + self.pooled_in(pooled)  # (B, D)
+        positions = middle_of(self.table, patch_grid(*shape[-2:], self.config.patch_size))
+        return Conditions(self.text_in(text), text_mask, positions, [cond] * (len(self.blocks) + 1))
+
+    def velocity(self, latents, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        p, (text, mask, positions, cond) = self.config.patch_size, given
+        x = self.image_in(patchify(latents, p)) + positions  # (B, N, D)
+        del given, positions  # nothing below reads them
+        for block, steer in zip(self.blocks, cond):
+            x, text = block(x, text, steer, mask)
+        return unpatchify(self.final(x, cond[-1]), p, patch_grid(*latents.shape[-2:], p))
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None) -> list[Conditions]:
+        """`conditions` at each of the times (S,) for the B prompts of one forward, with every knob made: S × `Conditions`.
+
+        One product a layer serves all S · B conditions, step after step; text and positions are shared by all.
+        """
+        steps = len(times)
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled.repeat(steps, 1))
+        cond = given.cond[-1]  # (S · B, D)
+        knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.blocks]
+        return [given._replace(cond=row) for row in by_step([*knobs, self.final.knobs(cond)], steps)]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, pooled_projections, timestep) -> Tensor:
         """The same under diffusers' names; ``timestep`` is t."""

@@ -1,6 +1,7 @@
 # Generated from notebooks/source/19_wan.py by `course export`.
 # Do not edit: change the chapter and export again.
 
+import math
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -9,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, attention, axial_rope, grid_positions, qk_norm_layer
+from diffusion_engine.dit import Conditions
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
 from diffusion_engine.timestep_embedding import TimestepEmbedder
-from diffusion_engine.transformer_block import DiTBlock, FeedForward, Mod, modulate, split_mods
+from diffusion_engine.transformer_block import DiTBlock, FeedForward, Mod, modulate
 from diffusion_engine.video import rope_axes, video_grid, video_patchify, video_unpatchify
 
 
@@ -20,7 +23,8 @@ class WanConfig:
     """``config.json`` of diffusers' ``WanTransformer3DModel``: its names, its defaults (the 14B).
 
     Raises:
-        ValueError: a variant that is not built here, or a head that three axes cannot share.
+        ValueError: a variant that is not built here, or a head that three axes cannot share. What is not named here,
+            the first-and-last-frame model's entry among it, `load` refuses.
     """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
@@ -38,7 +42,6 @@ class WanConfig:
     image_dim: int | None = None
     added_kv_proj_dim: int | None = None
     rope_max_seq_len: int = 1024
-    pos_embed_seq_len: int | None = None
 
     @property
     def width(self) -> int:
@@ -49,8 +52,6 @@ class WanConfig:
         rope_axes(self.attention_head_dim)
         if self.qk_norm != "rms_norm_across_heads" or self.eps != 1e-6:
             raise ValueError(f"qk_norm {self.qk_norm!r}, eps {self.eps}: Wan has 'rms_norm_across_heads' and 1e-06")
-        if self.pos_embed_seq_len is not None:
-            raise ValueError(f"pos_embed_seq_len {self.pos_embed_seq_len}: first-and-last-frame is not built; try None")
         if self.added_kv_proj_dim != (near := self.image_dim and self.width):
             found = f"added_kv_proj_dim {self.added_kv_proj_dim} with image_dim {self.image_dim}"
             raise ValueError(f"{found}: the image has the width of the model; try {near}")
@@ -62,6 +63,8 @@ class WanCross(CrossAttention):
     Args:
         width: D. heads: H. with_image: whether there are keys and values of an image, too.
 
+    forward(x, text): a tensor; or text and image, a list; or what `keys_values` made of them, a tuple. Nothing is hidden.
+
     Source: Wan2.1, ``WanI2VCrossAttention``; diffusers' ``WanAttnProcessor``.
     """
 
@@ -70,12 +73,19 @@ class WanCross(CrossAttention):
         self.image_kv = nn.Linear(width, 2 * width) if with_image else None
         self.norm_image_k = qk_norm_layer("rms_across", heads, width // heads) if with_image else None
 
-    def forward(self, x: Tensor, text: Tensor, image: Tensor | None = None) -> Tensor:
+    def keys_values(self, text: Tensor | list[Tensor]) -> tuple[Tensor, ...]:
+        """Keys and values of the text, (B, H, M, Dh) each, and behind them those of the image, (B, H, K, Dh) each."""
+        if not isinstance(text, list):
+            return super().keys_values(text)
+        k, v = self.image_kv(text[1]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return *super().keys_values(text[0]), self.norm_image_k(k), v
+
+    def forward(self, x: Tensor, text, text_mask: None = None) -> Tensor:
+        k, v, *of_image = text if isinstance(text, tuple) else self.keys_values(text)
         q = self.norm_q(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2))  # (B, H, N, Dh)
-        heads = attention(q, *self.keys_values(text))
-        if image is not None:
-            k, v = self.image_kv(image).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            heads = heads + attention(q, self.norm_image_k(k), v)
+        heads = attention(q, k, v)
+        if of_image:
+            heads = heads + attention(q, *of_image)
         return self.out(heads.transpose(1, 2).flatten(-2))
 
 
@@ -91,8 +101,17 @@ def exactly(x: Tensor, mod: Mod) -> Tensor:
     return modulate(x.float(), mod).to(x.dtype)
 
 
+def last_mod(table: Tensor, cond: Tensor | Mod) -> Mod:
+    """Shift and scale before the last layer: table (2, D) + cond (B, D) or (B, N, D); a `Mod` passes unchanged."""
+    if isinstance(cond, Mod):
+        return cond
+    return Mod(*(table + cond.reshape(len(cond), -1, 1, cond.shape[-1])).unbind(-2))  # (B, 1 or N, D) each
+
+
 class WanBlock(DiTBlock):
     """Self-attention, cross-attention behind a norm with weights, feed-forward; knobs from a table, all in fp32.
+
+    forward(x (B, N, D), shared knobs (B, 6·D), or (B, N, 6·D), or a list of `Mod`, the turns, text as `WanCross` takes it).
 
     Source: Wan team 2025; diffusers' ``WanTransformerBlock``.
     """
@@ -103,43 +122,32 @@ class WanBlock(DiTBlock):
         super().__init__(width, heads, "rms_across", table=True, **parts)
         self.cross_norm = ExactNorm(width, eps=1e-6) if c.cross_attn_norm else nn.Identity()
 
-    def forward(self, x, shared, rope, text, image=None) -> Tensor:
-        for_attn, for_ff = self.modulation(shared.float())
+    def forward(self, x, shared, rope, text) -> Tensor:
+        for_attn, for_ff = self.modulation(shared)  # fp32, as the table is
         x = torch.addcmul(x, for_attn.gate, self.attn(exactly(x, for_attn), rope=rope)).to(x.dtype)
-        x = x + self.cross(self.cross_norm(x), text, image)
+        x = x + self.cross(self.cross_norm(x), text)
         return torch.addcmul(x, for_ff.gate, self.ff(exactly(x, for_ff))).to(x.dtype)
 
 
-BLOCK = {
-    "modulation.table": "scale_shift_table",
-    "attn.stream.qkv": "attn1.{to_q,to_k,to_v}",
-    "attn.stream.out": "attn1.to_out.0",
-    "cross_norm": "norm2",
-    "cross.q": "attn2.to_q",
-    "cross.kv": "attn2.{to_k,to_v}",
-    "cross.out": "attn2.to_out.0",
-    "cross.image_kv": "attn2.{add_k_proj,add_v_proj}",
-    "cross.norm_image_k": "attn2.norm_added_k",
-    **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
-    **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    **{f"ff.{i}": f"ffn.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
+BLOCK = {"modulation.table": "scale_shift_table"}
+BLOCK |= {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
+BLOCK |= {"cross.q": "attn2.to_q", "cross.kv": "attn2.{to_k,to_v}", "cross.out": "attn2.to_out.0"}
+BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
+BLOCK |= {f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
+WAN_BLOCK = BLOCK | {"cross_norm": "norm2", "ff.0": "ffn.net.0.proj", "ff.2": "ffn.net.2"}
+WAN_BLOCK |= {"cross.image_kv": "attn2.{add_k_proj,add_v_proj}", "cross.norm_image_k": "attn2.norm_added_k"}
 
 
 def wan_keys(config: WanConfig) -> KeyMap:
     """Where each tensor of `Wan` lies in diffusers' checkpoint; tables, norms and the time's layers stay fp32."""
     home, tables = "condition_embedder.", ("table", "blocks.*.modulation.table")
-    names = {
-        "patch_in": "patch_embedding",
-        "table": "scale_shift_table",
-        "out": "proj_out",
-        "knobs": f"{home}time_proj",
-    }
+    names = {"patch_in": "patch_embedding", "knobs": f"{home}time_proj"}
+    names |= {"table": "scale_shift_table", "out": "proj_out"}
     for ours, theirs in {"time_in.mlp": "time_embedder", "text_in": "text_embedder"}.items():
         names |= {f"{ours}.{2 * i}": f"{home}{theirs}.linear_{i + 1}" for i in (0, 1)}
     for i, theirs in {0: "norm1", 1: "ff.net.0.proj", 3: "ff.net.2", 4: "norm2"}.items():
         names[f"image_in.{i}"] = f"{home}image_embedder.{theirs}"
-    names |= {f"blocks.*.{ours}": f"blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
+    names |= {f"blocks.*.{ours}": f"blocks.*.{theirs}" for ours, theirs in WAN_BLOCK.items()}
     return KeyMap(
         names,
         changes={"patch_in.weight": flatten_patches} | dict.fromkeys(tables, itemgetter(0)),  # (1, k, D) → (k, D)
@@ -158,8 +166,8 @@ class Wan(nn.Module):
 
     def __init__(self, config: WanConfig):
         super().__init__()
-        self.config, c, width = config, config, config.width
-        patch = c.patch_size[0] * c.patch_size[1] * c.patch_size[2]
+        self.config, c, width, patch = config, config, config.width, math.prod(config.patch_size)
+        self.min_multiple = max(c.patch_size[1:])  # latent height and width must be multiples of this
         self.patch_in = nn.Linear(patch * c.in_channels, width)
         self.text_in = nn.Sequential(nn.Linear(c.text_dim, width), nn.GELU("tanh"), nn.Linear(width, width))
         self.time_in, self.knobs, self.image_in = TimestepEmbedder(width, c.freq_dim), nn.Linear(width, 6 * width), None
@@ -169,11 +177,6 @@ class Wan(nn.Module):
         self.blocks = nn.ModuleList(WanBlock(c) for _ in range(c.num_layers))
         self.table = nn.Parameter(torch.zeros(2, width))
         self.out = nn.Linear(width, patch * (c.out_channels or c.in_channels))
-
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this."""
-        return max(self.config.patch_size[1:])
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, image=None) -> Tensor:
         """Velocity (B, C, F, H, W) of latents at t = 1000 · σ under text (B, M, 4096); pooled is unused.
@@ -186,23 +189,52 @@ class Wan(nn.Module):
         Raises:
             ValueError: latents that do not fit channels or patch, or an image where none belongs (or the reverse).
         """
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, image))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, image=None) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`.
+
+        Each entry of its ``text`` is what `WanCross` takes: for image-to-video text and image are a list.
+        """
         c = self.config
-        if latents.ndim != 5 or latents.shape[1] != c.in_channels:
-            raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, {c.in_channels}, F, H, W)")
+        if len(shape) != 4 or shape[0] != c.in_channels:
+            raise ValueError(f"latents have shape (B, {str([*shape])[1:-1]}); expected (B, {c.in_channels}, F, H, W)")
         if (image is None) != (c.image_dim is None):
             raise ValueError(f"image {'is missing' if image is None else 'given'}; image_dim {c.image_dim} decides")
-        grid = video_grid(latents.shape[2:], c.patch_size)
-        rope = axial_rope(grid_positions(*grid).to(latents.device), rope_axes(c.attention_head_dim))
-        text = text if text_mask is None else text.masked_fill(~text_mask.unsqueeze(-1), 0)
-        x, text = self.patch_in(video_patchify(latents, c.patch_size)), self.text_in(text)  # (B, N, D), (B, M, D)
-        image = None if image is None else self.image_in(image)
-        cond = self.time_in(t.flatten()).unflatten(0, t.shape).to(x.dtype)  # (B, D), or (B, N, D)
-        shared = self.knobs(F.silu(cond))
-        for block in self.blocks:
-            x = block(x, shared, rope, text, image)
-        (mod,) = split_mods(torch.cat([cond, cond], dim=-1) + self.table.flatten(), 1, gate=False)
-        return video_unpatchify(self.out(exactly(x, mod)), c.patch_size, grid)
+        places = grid_positions(*video_grid(shape[1:], c.patch_size)).to(text.device)
+        text = self.text_in(text if text_mask is None else text.masked_fill(~text_mask.unsqueeze(-1), 0))
+        given = text if image is None else [text, self.image_in(image)]
+        cond = self.time_in(t.flatten()).unflatten(0, t.shape).to(text.dtype)  # (B, D), or (B, N, D)
+        rope, shared = axial_rope(places, rope_axes(c.attention_head_dim)), self.knobs(F.silu(cond))
+        return Conditions([given] * c.num_layers, None, rope, [shared] * c.num_layers + [cond])
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity of the latents under given conditions."""
+        x = self.patch_in(video_patchify(latents, self.config.patch_size))  # (B, N, D)
+        for block, shared, text in zip(self.blocks, given.cond, given.text):
+            x = block(x, shared, given.positions, text)
+        x = self.out(exactly(x, last_mod(self.table, given.cond[-1])))
+        return video_unpatchify(x, self.config.patch_size, video_grid(latents.shape[2:], self.config.patch_size))
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, image=None) -> list[Conditions]:
+        """`conditions` for all times (S,), see `work_ahead`; ``shape`` is that of the latents without the batch."""
+        t = times.repeat_interleave(len(text))
+        return work_ahead(self, self.conditions(shape, t, text, text_mask, pooled, image), len(times))
 
     def as_diffusers(self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None) -> Tensor:
         """The same under diffusers' names; ``timestep`` is t."""
         return self(hidden_states, timestep.float(), encoder_hidden_states, image=encoder_hidden_states_image)
+
+
+def work_ahead(model: nn.Module, given: Conditions, steps: int) -> list[Conditions]:
+    """`Conditions` of S · B times, step after step, as S `Conditions` of B whose knobs, keys and values are made.
+
+    One product a layer for all times. Knobs take S · B · blocks · 6 · D numbers, keys and values B · blocks · 2 · M · D.
+
+    Args:
+        model: has ``blocks`` with ``modulation`` and ``cross``, and a ``table`` at the end. steps: S.
+    """
+    knobs = [block.modulation(shared) for block, shared in zip(model.blocks, given.cond)]
+    knobs.append(last_mod(model.table, given.cond[-1]))
+    text = [block.cross.keys_values(text) for block, text in zip(model.blocks, given.text)]
+    return [given._replace(text=text, cond=cond) for cond in by_step(knobs, steps)]

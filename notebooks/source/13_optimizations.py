@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
@@ -743,15 +744,15 @@ show(
 # %% [markdown] lang="zh"
 # ## 编译与半精度
 #
-# `torch.compile` 把一块里的逐元素运算并成几个内核，第一次调用要编译很久：这段预热必须另报。只编译块：同一类的块共用一份代码，换步数也不必重来。bf16 看机器：这台没有 bf16 指令，全靠模拟，比 fp32 慢得多；有张量核心的显卡上才快。
+# `torch.compile` 把一块里的逐元素运算并起来，第一次调用要编译很久：这段预热另报。同一类的块共用一份代码，所以只编译块。bf16 看机器：有张量核心的显卡上才快；这台处理器没有这种指令，逐个数模拟，比 fp32 慢得多。那就用 bf16 存，用 fp32 乘：每次只把一层放宽，内存仍然省一半（`upcast`）。
 
-# %% [markdown] lang="en" twin="b0560c0b"
+# %% [markdown] lang="en" twin="3419ca37"
 # ## Compilation and half precision
 #
-# `torch.compile` fuses the elementwise work of a block into a few kernels; the first call compiles for long, and this warm-up must be reported apart. Compile the blocks only: blocks of one kind share one piece of code. bf16 depends on the machine: this one has no such instructions, emulates them and is far slower; on GPUs with tensor cores it is faster.
+# `torch.compile` fuses the elementwise work of a block; the first call compiles for long, and this warm-up is reported apart. Blocks of one kind share one piece of code, so compile only these. bf16 depends on the machine: GPUs with tensor cores gain; this processor emulates it, number by number, and is far slower. So store in bf16 and multiply in fp32 (`upcast`): one layer at a time is widened, half the memory stays saved.
 
 
-# %% tags=["export"]
+# %% tags=["export", "hide"]
 def compiled_blocks(compiler: Callable = torch.compile) -> Callable:
     """A ``run_block`` that runs each kind of block compiled; equal up to rounding, the first calls are slow.
 
@@ -777,11 +778,38 @@ def compiled_blocks(compiler: Callable = torch.compile) -> Callable:
     return run
 
 
+HALVES = (torch.bfloat16, torch.float16)
+PRODUCTS = (F.linear, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.baddbmm)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of such numbers; True for fp32."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype not in checks or bool(getattr(torch.ops.mkldnn, checks[dtype])())
+
+
+class Upcast(TorchFunctionMode):
+    """``with Upcast():`` layers and products of bf16 or fp16 on the CPU are computed in fp32 and rounded once.
+
+    Weights stay as small as they are; one layer at a time, and what it reads and gives, is widened while it runs.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or args[0].dtype not in HALVES or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        widen = lambda x: x.float() if isinstance(x, Tensor) else x  # noqa: E731
+        return func(*map(widen, args), **{key: widen(x) for key, x in kwargs.items()}).to(args[0].dtype)
+
+
 # %% tags=["check"]
 kinds = []
 run_block = compiled_blocks(lambda forward: kinds.append(forward) or forward)  # a compiler that changes nothing
 assert torch.equal(walk(Accelerated(dit, levels, run_block=run_block), 4), walk(Accelerated(dit, levels), 4))
 assert len(kinds) == 2 and len(dit.joint_blocks) + len(dit.parallel_blocks) == 7  # one compilation a kind, not a block
+with torch.no_grad(), Upcast():  # a layer kept in bf16, multiplied in fp32 and rounded once
+    layer, tokens = nn.Linear(64, 64).bfloat16(), torch.randn(2, 9, 64).bfloat16()
+    assert torch.equal(layer(tokens), layer.float()(tokens.float()).bfloat16()) and multiplies(torch.float32)
 
 # %% [markdown] lang="zh"
 # **到了这里**，引擎的每个开关都有名字：`engine("red apple", hoist=True, step_cache=0.1, vae_tile=16)`，命令行同名；会改变比特的都写进图片的记录。还缺：序列并行、量化、注意力稀疏。第 14 章问：潜变量多一根时间轴，哪些还成立？

@@ -33,8 +33,11 @@
 # %% [markdown] lang="en" twin="213a172d"
 # **Think first:** in a clip of 17 frames neighbours are almost equal. If every 4 frames become one frame of latents, 17 is no multiple of 4: who gets the odd frame? And if the answer is "the first one", what is that good for?
 
-# %% tags=["export"]
+# %% tags=["export", "hide"]
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import call
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +45,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, SelfAttention, axial_rope, grid_positions
 from diffusion_engine.dit import FinalLayer
+from diffusion_engine.optimizations import Accelerated, cut_knobs, knob_layers
 from diffusion_engine.text_conditioning import EncoderBlock, PromptEmbeds, TextEncoderConfig
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, modulate
@@ -59,6 +63,7 @@ from course.figures import show
 from diffusion_engine.attention import apply_rope
 from diffusion_engine.model_folder import SHIPPED_CLIP_MODEL, load_model
 from diffusion_engine.guidance import guided_velocity
+from diffusion_engine.optimizations import StepCache
 from diffusion_engine.pipeline import generate, initial_noise
 from diffusion_engine.scheduler import make_schedule
 from diffusion_engine.text_conditioning import encode_prompt, stack_prompts
@@ -151,7 +156,7 @@ class CausalConv3d(nn.Conv3d):
             past = x.new_zeros(*x.shape[:2], reach, *x.shape[3:]) if past is None else past
             x = torch.cat([past, x], dim=2)
             if memory is not None:
-                memory[self] = x[:, :, -reach:]
+                memory[self] = x[:, :, -reach:].clone()  # a view would keep all of x alive
         return super().forward(x)
 
 
@@ -251,7 +256,7 @@ assert torch.equal(blocks[:, 0], frames[:, :1].expand(-1, 4, -1, -1, -1))  # blo
 assert torch.equal(blocks[:, 1:].flatten(1, 2), frames[:, 1:])  # block k: frames 4k − 3 … 4k
 
 
-# %% tags=["export"]
+# %% tags=["export", "hide"]
 class FrameNorm(ChannelNorm):
     """`ChannelNorm` of each position of each frame: (B, C, T, H, W) → the same."""
 
@@ -383,11 +388,7 @@ whole, whole_late = vae.decode(z), vae.decode(z_late)
 assert torch.equal(whole_late[:, :, :9], whole[:, :, :9]) and not torch.equal(whole_late[:, :, 9], whole[:, :, 9])
 assert torch.allclose(vae.encode(clip[:, :, :1]), z[:, :, :1], atol=1e-5)  # an image is a one-frame video
 assert torch.allclose(vae.decode(z[:, :, :1]), whole[:, :, :1], atol=1e-5)
-
-# %% tags=["check"]
-for frames, count in ((1, 1), (5, 2), (17, 5)):
-    assert vae.encode(clip[:, :, :frames]).shape[2] == latent_frames(frames) == count
-    assert vae.decode(z[:, :, :count]).shape == (2, 3, frames, 32, 32)
+assert [vae.encode(clip[:, :, :frames]).shape[2] for frames in (1, 5, 17)] == [1, 2, 5]
 try:
     vae.encode(clip[:, :, :16])
 except ValueError as error:
@@ -409,15 +410,6 @@ else:
 #
 # The shipped clip model has such a VAE: $52\,224$ numbers in 17 frames, $8 \times 5 \times 8 \times 8 = 2560$ latents.
 
-# %% tags=["check"]
-for chunk in (1, 2, 3, 5, 9):
-    assert torch.allclose(vae.decode(z, chunk), whole, atol=1e-5)
-cut = [vae.decoder(part) for part in (z[:, :, :2], z[:, :, 2:])]  # naive: no memory
-assert torch.equal(cut[0], whole[:, :, :5]) and not torch.allclose(cut[1][:, :, -4:], whole[:, :, -4:], atol=1e-3)
-memory = {}
-parts = [vae.encoder(part, memory) for part in (clip[:, :, :5], clip[:, :, 5:13], clip[:, :, 13:])]
-assert torch.allclose(torch.cat(parts, dim=2)[:, :8], z, atol=1e-5)  # encoding, too
-
 # %%
 weights = {p.stem: {k: v.float() for k, v in load_file(p).items()} for p in SHIPPED_CLIP_MODEL.glob("*.safetensors")}
 trained = VideoVAE().requires_grad_(False)
@@ -428,10 +420,13 @@ alt = "A spinning cat face, and beside it the same after encoding and decoding."
 play(unit(torch.cat([examples[[0]], back[[0]]])), ["cat", "decoded"], alt=alt, size=64)
 
 # %% tags=["check"]
+for chunk in (1, 2, 3, 5, 9):
+    assert torch.allclose(vae.decode(z, chunk), whole, atol=1e-5)
+cut = [vae.decoder(part) for part in (z[:, :, :2], z[:, :, 2:])]  # naive: no memory
+assert torch.equal(cut[0], whole[:, :, :5]) and not torch.allclose(cut[1][:, :, -4:], whole[:, :, -4:], atol=1e-3)
 assert psnr(back, examples).min() > 20 and psnr(back, examples).mean() > 23  # the quality report has all clips
 resting = trained.decode(latents[:, :, :1].expand(-1, -1, 5, -1, -1))  # five times the latent of the first frame
 assert resting.diff(dim=2).abs().mean() < back.diff(dim=2).abs().mean()  # motion lives in the later latents
-assert not torch.allclose(trained.encode(examples.flip(2)), latents.flip(2), atol=0.5)  # time has a direction
 
 # %% [markdown] lang="zh"
 # ## 三维图块，三根轴的旋转
@@ -529,7 +524,9 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * space, space, space
 
 
-def attend_along(axes: str, attn: SelfAttention, x: Tensor, grid: tuple[int, int, int], rope: Rope) -> Tensor:
+def attend_along(
+    axes: str, attn: SelfAttention, x: Tensor, grid: tuple, rope: Rope, chunk: int | None = None
+) -> Tensor:
     """Self-attention of video tokens x (B, f · h · w, D) along "full", "space" (one frame) or "time" (one place).
 
     Rotation speaks of differences alone, so within one frame (place) the turns of the first frame (place) serve all.
@@ -539,13 +536,13 @@ def attend_along(axes: str, attn: SelfAttention, x: Tensor, grid: tuple[int, int
     """
     b, (f, h, w) = len(x), grid
     if axes == "full":
-        return attn(x, rope=rope)
+        return attn(x, rope=rope, chunk=chunk)
     if axes == "space":
         frames = x.reshape(b * f, h * w, -1)
-        return attn(frames, rope=rope._replace(cos=rope.cos[: h * w], sin=rope.sin[: h * w])).reshape(x.shape)
+        return attn(frames, None, rope._replace(cos=rope.cos[: h * w], sin=rope.sin[: h * w]), chunk).reshape(x.shape)
     if axes == "time":
         places = x.unflatten(1, (f, h * w)).transpose(1, 2).flatten(0, 1)  # (B · h · w, f, D)
-        seen = attn(places, rope=rope._replace(cos=rope.cos[:: h * w], sin=rope.sin[:: h * w]))
+        seen = attn(places, None, rope._replace(cos=rope.cos[:: h * w], sin=rope.sin[:: h * w]), chunk)
         return seen.unflatten(0, (b, h * w)).transpose(1, 2).reshape(x.shape)
     raise ValueError(f"axes {axes!r} are unknown; try 'full', 'space' or 'time'")
 
@@ -555,8 +552,6 @@ grid, (cos, sin) = (3, 3, 4), (table[0, :, 0] for table in wan.rope(x))  # (36, 
 positions = grid_positions(*grid)
 rope = axial_rope(positions, rope_axes(128))
 assert torch.allclose(cos[:, ::2], rope.cos, atol=1e-5) and torch.allclose(sin[:, 1::2], rope.sin, atol=1e-5)  # Wan's
-
-# %% tags=["check"]
 attn, tokens = SelfAttention(128, 1).requires_grad_(False), torch.randn(2, 36, 128)
 q, k, v = (part if i == 2 else apply_rope(part, rope) for i, part in enumerate(attn.stream.split(tokens)))
 seen = {"space": positions[:, None, 0] == positions[None, :, 0]}  # (N, N): the same frame
@@ -580,7 +575,7 @@ for axes, pairs in seen.items():  # the slow form: full attention under a mask
 # The frozen text encoder knows emoji but never learnt "spinning". Like HunyuanVideo we put a small trained refiner behind it.
 
 
-# %% tags=["export"]
+# %% tags=["export", "hide"]
 class TextRefiner(nn.Module):
     """Frozen prompt embeddings → embeddings that know new words: encoder blocks over the tokens; pooled is token 0.
 
@@ -602,21 +597,6 @@ class TextRefiner(nn.Module):
         return PromptEmbeds(self.norm(x), mask, self.norm(x[:, 0]))
 
 
-class VideoBlock(DiTBlock):
-    """AdaLN-Zero block with text through cross-attention; its self-attention looks along ``axes``, see `attend_along`."""
-
-    def __init__(self, width: int, heads: int, axes: str = "full"):
-        super().__init__(width, heads, cross=CrossAttention(width, heads))
-        self.axes = axes
-
-    def forward(self, x, cond, grid, rope: Rope, text, text_mask=None) -> Tensor:
-        for_attn, for_ff = self.modulation(cond)
-        x = x + for_attn.gate * attend_along(self.axes, self.attn, modulate(x, for_attn), grid, rope)
-        x = x + self.cross(x, text, text_mask)
-        return x + for_ff.gate * self.ff(modulate(x, for_ff))
-
-
-# %% tags=["export"]
 @dataclass(frozen=True)
 class VideoDiTConfig:
     """Sizes of a video DiT; with ``factorised`` its blocks look along space and time in turns."""
@@ -633,11 +613,42 @@ class VideoDiTConfig:
         object.__setattr__(self, "patch", tuple(self.patch))  # JSON has lists only
 
 
+class VideoConditions(NamedTuple):
+    """All that a forward reads besides the latents, as chapter 06's `Conditions`; ``text`` and ``cond`` block by block."""
+
+    text: list  # (B, M, D), or a tuple of keys and values, for every block
+    text_mask: Tensor | None  # (B, M)
+    rope: Rope  # of the N tokens
+    cond: list  # (B, D), or knobs made from it ahead, for every block and for the final layer
+
+
+# %% tags=["export"]
+class VideoBlock(DiTBlock):
+    """AdaLN-Zero block with text through cross-attention; its self-attention looks along ``axes``, see `attend_along`.
+
+    forward(x (B, N, D), cond (B, D) or knobs made from it ahead, the grid of the N tokens and their turns, text (B, M, D)
+    or a tuple of keys and values made from it ahead, text_mask (B, M), chunk).
+    """
+
+    def __init__(self, width: int, heads: int, axes: str = "full"):
+        super().__init__(width, heads, cross=CrossAttention(width, heads))
+        self.axes = axes
+
+    def forward(self, x, cond, grid, rope: Rope, text, text_mask=None, chunk: int | None = None) -> Tensor:
+        for_attn, for_ff = self.modulation(cond)
+        seen = attend_along(self.axes, self.attn, modulate(x, for_attn), grid, rope, chunk)
+        x = torch.addcmul(x, for_attn.gate, seen)
+        x = x + self.cross(x, text, text_mask, chunk)
+        return torch.addcmul(x, for_ff.gate, self.ff(modulate(x, for_ff)))
+
+
 class VideoDiT(nn.Module):
     """Velocity network v(x_σ, t, prompt) of video latents (B, C, F, H, W), any F, H, W that the patch divides.
 
     forward takes what `DiT.forward` of chapter 06 takes. Source: Peebles & Xie 2023 (DiT); Wan2.1.
     """
+
+    joint_blocks, parallel_blocks = (), property(lambda self: self.blocks)  # chapter 13 asks a DiT for both kinds
 
     def __init__(self, config: VideoDiTConfig = VideoDiTConfig()):
         super().__init__()
@@ -651,17 +662,26 @@ class VideoDiT(nn.Module):
         self.blocks = nn.ModuleList(VideoBlock(c.width, c.heads, axes[i % 2]) for i in range(c.depth))
         self.final = FinalLayer(c.width, patch_dim)
 
-    def forward(self, latents: Tensor, t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor) -> Tensor:
-        c, tokens = self.config, video_patchify(latents, self.config.patch)
-        if latents.shape[1] != c.latent_channels:
-            raise ValueError(f"latents have {latents.shape[1]} channels; expected {c.latent_channels}")
-        grid = video_grid(latents.shape[2:], c.patch)
-        rope = axial_rope(grid_positions(*grid).to(latents.device), rope_axes(c.width // c.heads))
-        x, text = self.patch_in(tokens), self.text_in(text)  # (B, N, D), (B, M, D)
-        cond = self.time_in(t) + self.pooled_in(pooled)  # (B, D)
-        for block in self.blocks:
-            x = block(x, cond, grid, rope, text, text_mask)
-        return video_unpatchify(self.final(x, cond), c.patch, grid)
+    def forward(self, latents, t, text, text_mask, pooled, chunk: int | None = None, run_block: Callable = call):
+        channels = self.config.latent_channels
+        if latents.ndim != 5 or latents.shape[1] != channels:
+            raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, {channels}, F, H, W)")
+        grid = video_grid(latents.shape[2:], self.config.patch)
+        return self.velocity(latents, self.conditions(grid, t, text, text_mask, pooled), chunk, run_block)
+
+    def conditions(self, grid: tuple, t: Tensor, text: Tensor, text_mask: Tensor | None, pooled: Tensor):
+        """All of a forward that looks at no latent, see `VideoConditions`; ``grid`` from `video_grid`."""
+        cond, c = self.time_in(t) + self.pooled_in(pooled), self.config  # (B, D)
+        rope = axial_rope(grid_positions(*grid).to(text.device), rope_axes(c.width // c.heads))
+        return VideoConditions([self.text_in(text)] * c.depth, text_mask, rope, [cond] * (c.depth + 1))
+
+    def velocity(self, latents: Tensor, given: VideoConditions, chunk: int | None = None, run_block: Callable = call):
+        """The rest of `forward`: velocity (B, C, F, H, W) of the latents under given conditions."""
+        patch, grid = self.config.patch, video_grid(latents.shape[2:], self.config.patch)
+        x = self.patch_in(video_patchify(latents, patch))  # (B, N, D)
+        for block, cond, text in zip(self.blocks, given.cond, given.text):
+            x = run_block(block, x, cond, grid, given.rope, text, given.text_mask, chunk)
+        return video_unpatchify(self.final(x, given.cond[-1]), patch, grid)
 
 
 # %% tags=["check"]
@@ -682,6 +702,58 @@ assert net(x[:, :, :1], t, text, None, pooled).shape == (2, 8, 1, 4, 6)  # a pic
 refiner = TextRefiner(TextEncoderConfig(width=16, heads=2, depth=1)).requires_grad_(False)
 prompt, short = PromptEmbeds(padded, mask, pooled), PromptEmbeds(text, mask[:, :3], pooled)
 assert torch.allclose(refiner(prompt).tokens[:, :3], refiner(short).tokens, atol=1e-5)
+
+# %% [markdown] lang="zh"
+# ## 接上第 13 章的开关
+#
+# `forward` 和第 06 章一样分两半：`conditions` 不看潜变量，`velocity` 才看。前一半在开画前就能对全部 $\sigma$ 算好：每步的旋钮，每块文本的键和值。图像的网络没法提前算键和值，那里的文本也在自注意力里，一块一变。
+#
+# 步缓存、编译、分块注意力只要求一块一块地跑，第 13 章的代码直接可用。
+
+# %% [markdown] lang="en" twin="bac78ff1"
+# ## Plugging in the switches of chapter 13
+#
+# As in chapter 06, `forward` has two halves: `conditions` looks at no latent, `velocity` does. The first is made before drawing, for every $\sigma$: each step's knobs, each block's keys and values. A picture's network cannot make those ahead: its text joins self-attention and changes block by block.
+#
+# Step cache, compiling and chunks only ask for block after block.
+
+
+# %% tags=["export"]
+def hoist_video(dit: VideoDiT, grid: tuple, sigmas: Tensor, prompt: PromptEmbeds) -> list[VideoConditions]:
+    """What `VideoDiT.velocity` reads besides the latents, for every noise level of a schedule; equal to 1e-5.
+
+    Knobs of all levels are one product a block; each block's keys and values of the text are made once.
+
+    Args:
+        grid: see `video_grid`. sigmas: (S,). prompt: the B prompts of one forward.
+
+    Returns:
+        S × `VideoConditions`.
+    """
+    cond = dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)  # (S, B, D)
+    knobs = [layer(F.silu(cond)) for layer in knob_layers(dit)]  # (S, B, k · D) each
+    mask = None if bool(prompt.mask.all()) else prompt.mask
+    given = dit.conditions(grid, 1000 * sigmas[:1], prompt.tokens, mask, prompt.pooled)
+    text = [block.cross.keys_values(text) for block, text in zip(dit.blocks, given.text)]
+    return [given._replace(text=text, cond=cut_knobs(dit, row)) for row in zip(*knobs)]
+
+
+class AcceleratedVideo(Accelerated):
+    """`Accelerated` of chapter 13 for a `VideoDiT`: hoisting, step cache, chunks and another ``run_block``."""
+
+    def _ahead(self, x: Tensor, prompt: PromptEmbeds) -> dict[float, VideoConditions]:
+        ahead = hoist_video(self.dit, video_grid(x.shape[2:], self.dit.config.patch), self.sigmas.to(x.device), prompt)
+        return dict(zip((1000 * self.sigmas).tolist(), ahead))
+
+
+# %% tags=["check"]
+sigmas, prompt = make_schedule(4).sigmas[:-1], PromptEmbeds(text, mask[:, :3], pooled)
+for sigma, given in zip(sigmas, hoist_video(net, (5, 2, 3), sigmas, prompt)):
+    each = net(x, 1000 * sigma.expand(2), *prompt)
+    assert torch.allclose(net.velocity(x, given), each, atol=1e-4) and len(given.text[1]) == 2  # keys and values
+fast = AcceleratedVideo(net, sigmas, StepCache(0.5), chunk=5)  # everything at once
+full, reused = (fast(x + shift, 1000 * sigma.expand(2), prompt) for shift in (0, 0.001))
+assert torch.allclose(full, each, atol=1e-4) and fast.cache.reused == 1 and 0 < (reused - full).abs().max() < 0.1
 
 # %% [markdown] lang="zh"
 # ## 账单

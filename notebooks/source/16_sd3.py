@@ -40,7 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_engine.attention import SelfAttention
-from diffusion_engine.dit import FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.dit import Conditions, FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, Modulation, modulate
@@ -240,8 +241,9 @@ class DualBlock(JointBlock):
         self.attn2 = SelfAttention(width, heads, qk_norm)
 
     def forward(self, x, text, cond, text_mask=None, rope=None, chunk=None):
-        for_joint, for_ff, for_own = self.image_modulation(cond)
-        text_mods = self.text_modulation(cond)
+        for_image, for_text = cond if isinstance(cond, tuple) else (cond, cond)
+        for_joint, for_ff, for_own = self.image_modulation(for_image)
+        text_mods = self.text_modulation(for_text)
         a, b = self.attn(modulate(x, for_joint), modulate(text, text_mods[0]), text_mask, rope, chunk)
         own = self.attn2(modulate(x, for_own), chunk=chunk)
         x = torch.addcmul(torch.addcmul(x, for_joint.gate, a), for_own.gate, own)
@@ -282,6 +284,8 @@ for name, wide in dual.image_modulation.linear.named_parameters():
     knobs[192:] = 0  # no feed-forward …
     wide.copy_(torch.cat([torch.zeros_like(knobs), knobs[:192]]))  # … no text: what is left is chapter 05's block
 assert torch.allclose(dual(x, text, cond)[0], alone(x, cond), atol=1e-5)
+knobs = dual.image_modulation(cond), dual.text_modulation(cond)
+assert all(torch.equal(a, b) for a, b in zip(dual(x, text, knobs), dual(x, text, cond)))  # knobs made before the call
 
 # %% [markdown] lang="zh"
 # ## 对照表
@@ -295,21 +299,20 @@ assert torch.allclose(dual(x, text, cond)[0], alone(x, cond), atol=1e-5)
 
 
 # %% tags=["export"]
-BLOCK = {
+JOINT = {
     "image_modulation.linear": "norm1.linear",
     "text_modulation.linear": "norm1_context.linear",
     "attn.image.qkv": "attn.{to_q,to_k,to_v}",
     "attn.image.out": "attn.to_out.0",
     "attn.text.qkv": "attn.{add_q_proj,add_k_proj,add_v_proj}",
     "attn.text.out": "attn.to_add_out",
-    "attn2.stream.qkv": "attn2.{to_q,to_k,to_v}",
-    "attn2.stream.out": "attn2.to_out.0",
     **{f"attn.image.norm_{a}": f"attn.norm_{a}" for a in "qk"},
     **{f"attn.text.norm_{a}": f"attn.norm_added_{a}" for a in "qk"},
-    **{f"attn2.stream.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
     **{f"image_ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
     **{f"text_ff.{i}": f"ff_context.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
 }
+OWN = {"attn2.stream.qkv": "attn2.{to_q,to_k,to_v}", "attn2.stream.out": "attn2.to_out.0"}
+OWN |= {f"attn2.stream.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
 
 
 # %% tags=["export"]
@@ -318,7 +321,7 @@ def sd3_keys(config: SD3Config) -> KeyMap:
     names = {"image_in": "pos_embed.proj", "table": "pos_embed.pos_embed", "text_in": "context_embedder"}
     for ours, theirs in {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder"}.items():
         names |= {f"{ours}.{2 * i}": f"time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
-    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
+    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in (JOINT | OWN).items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
     last = f"blocks.{config.num_layers - 1}.text_modulation.linear"
     return KeyMap(names, {"image_in.weight": flatten_patches, "final.modulation": swap_halves, last: swap_halves})
@@ -327,12 +330,12 @@ def sd3_keys(config: SD3Config) -> KeyMap:
 # %% [markdown] lang="zh"
 # ## 网络
 #
-# 和第 06 章并排看：`forward` 里只有一行不同，位置从公式换成了表的正中。`as_diffusers` 把 diffusers 的参数名换成我们的；`Config` 和 `key_map` 是 `load` 要找的。
+# 和第 06 章并排看：`conditions` 与 `velocity` 里只有一行不同，位置从公式换成了表的正中；`hoist` 后面再讲。`as_diffusers` 把 diffusers 的参数名换成我们的；`Config` 和 `key_map` 是 `load` 要找的。
 
-# %% [markdown] lang="en" twin="1d7adc38"
+# %% [markdown] lang="en" twin="234fb21c"
 # ## The network
 #
-# Put it beside chapter 06: one line of `forward` differs, the middle of a table instead of the formula. `as_diffusers` turns diffusers' argument names into ours; `Config` and `key_map` are what `load` looks for.
+# Put it beside chapter 06: one line of `conditions` and `velocity` differs, the middle of a table instead of the formula; `hoist` is for later. `as_diffusers` turns diffusers' argument names into ours; `Config` and `key_map` are what `load` looks for.
 
 
 # %% tags=["export"]
@@ -365,13 +368,33 @@ class SD3(nn.Module):
 
     def forward(self, latents, t, text, text_mask=None, pooled=None) -> Tensor:
         """Velocity (B, C, H, W) of latents at t = 1000 · σ, (B,), under text (B, M, 4096) and pooled (B, 2048)."""
-        p = self.config.patch_size
-        grid = patch_grid(*latents.shape[-2:], p)
-        x = self.image_in(patchify(latents, p)) + middle_of(self.table, grid)  # (B, N, D)
-        text, cond = self.text_in(text), self.time_in(t) + self.pooled_in(pooled)
-        for block in self.blocks:
-            x, text = block(x, text, cond, text_mask)
-        return unpatchify(self.final(x, cond), p, grid)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None) -> Conditions:
+        """All of a forward that looks at no latent; the latents will be ``shape`` (C, H, W). Knobs are left to the blocks."""
+        cond = self.time_in(t) + self.pooled_in(pooled)  # (B, D)
+        positions = middle_of(self.table, patch_grid(*shape[-2:], self.config.patch_size))
+        return Conditions(self.text_in(text), text_mask, positions, [cond] * (len(self.blocks) + 1))
+
+    def velocity(self, latents, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        p, (text, mask, positions, cond) = self.config.patch_size, given
+        x = self.image_in(patchify(latents, p)) + positions  # (B, N, D)
+        del given, positions  # nothing below reads them
+        for block, steer in zip(self.blocks, cond):
+            x, text = block(x, text, steer, mask)
+        return unpatchify(self.final(x, cond[-1]), p, patch_grid(*latents.shape[-2:], p))
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None) -> list[Conditions]:
+        """`conditions` at each of the times (S,) for the B prompts of one forward, with every knob made: S × `Conditions`.
+
+        One product a layer serves all S · B conditions, step after step; text and positions are shared by all.
+        """
+        steps = len(times)
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled.repeat(steps, 1))
+        cond = given.cond[-1]  # (S · B, D)
+        knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.blocks]
+        return [given._replace(cond=row) for row in by_step([*knobs, self.final.knobs(cond)], steps)]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, pooled_projections, timestep) -> Tensor:
         """The same under diffusers' names; ``timestep`` is t."""
@@ -418,6 +441,50 @@ for name, extra in VARIANTS.items():
     expected = theirs[name](latents, text, pooled, t).sample
     assert (ours[name](latents, t, text, None, pooled) - expected).abs().max() < 1e-5
     print(f"SD{name}: velocities of size {expected.std():.1f} differ by less than 1e-5")
+
+# %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 走完全程，每一步新来的只有潜变量。时刻早就排定，所以 `hoist` 在第一步之前把每块、每步的旋钮一次算完，位置和文字的入口也只做一次（第 13 章）。文字的键和值提不出来：联合注意力里，文字每过一块都要变，还读过图像。
+
+# %% [markdown] lang="en" twin="105e8949"
+# ## What no latent changes
+#
+# From the first step to the last, only the latents are new. All times are known, so before the first step `hoist` makes the knobs of every block at every step, and positions and the text's way in once (chapter 13). Keys and values of the text cannot be hoisted: every joint block changes the text, which has read the image.
+
+# %% tags=["check"]
+times, real = torch.tensor([1000.0, 640.5, 3.25]), torch.arange(7) < torch.tensor([[7], [4]])
+padded = torch.where(real[..., None], text, 100.0)  # whatever stands in the padding
+for network in ours.values():
+    ahead = network.hoist(latents.shape[1:], times, padded, real, pooled)
+    for time, given in zip(times, ahead, strict=True):
+        expected = network(latents, time.expand(2), text, real, pooled)
+        assert torch.allclose(network.velocity(latents, given), expected, atol=1e-5)  # ahead, or block by block
+assert ahead[0].text is ahead[2].text and ahead[0].positions is ahead[2].positions  # made once, shared by all steps
+
+# %% [markdown] lang="zh"
+# 算完旋钮，做旋钮的权重就没人再读，整段路上都可以离开内存。按名字数一数有多少；数得对不对，问梯度：从 `velocity` 往回走，只有它们收不到梯度。
+
+# %% [markdown] lang="en" twin="b9608e57"
+# Once the knobs are there, nobody reads the weights that made them: they could leave memory for the whole walk. Count them by name; and to be sure of the names, ask the gradient: going back from `velocity`, these weights alone receive none.
+
+
+# %%
+def read_ahead_only(name: str) -> bool:
+    return "modulation" in name or name.startswith(("text_in", "time_in", "pooled_in"))
+
+
+for name, config in RELEASED.items():
+    with torch.device("meta"):
+        sizes = {weight: tensor.numel() for weight, tensor in SD3(config).named_parameters()}
+    idle = sum(size for weight, size in sizes.items() if read_ahead_only(weight))
+    print(f"{name}: {idle / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion weights are read by hoist alone")
+
+# %% tags=["check"]
+network.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+for name, weight in network.named_parameters():
+    assert (weight.grad is None) == read_ahead_only(name), name
+network.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 半精度

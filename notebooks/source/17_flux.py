@@ -40,8 +40,10 @@ import torch
 from torch import Tensor, nn
 
 from diffusion_engine.attention import axial_rope, grid_positions, joint_mask
-from diffusion_engine.dit import FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.dit import Conditions, FinalLayer, patch_grid, patchify, unpatchify
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, swap_halves
+from diffusion_engine.reference.sd3 import JOINT
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 
@@ -183,30 +185,63 @@ show(
 #
 # $$c = \mathrm{MLP}_t(e(1000\,\sigma)) + \mathrm{MLP}_w(e(1000\,w)) + \mathrm{MLP}_p(\text{pooled})$$
 
+
+# %% tags=["export"]
+class ConditionEmbedder(nn.Module):
+    """c = MLP(e(t)) + MLP(e(1000 · w)) + MLP(pooled): t (B,), pooled (B, Dp), guidance w (B,) → (B, width).
+
+    Args:
+        width: D. pooled_width: Dp. guidance: whether there is a way in for w (dev), or none (schnell).
+
+    Raises:
+        ValueError: at the call: w without a way in, or a way in without w.
+    """
+
+    def __init__(self, width: int, pooled_width: int, guidance: bool):
+        super().__init__()
+        self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if guidance else None
+        self.pooled_in = nn.Sequential(nn.Linear(pooled_width, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+        if (guidance is None) != (self.guidance_in is None):
+            needs = "dev needs a scale such as 3.5 per sample, schnell takes none"
+            raise ValueError(f"guidance is {guidance}; FLUX.1 {needs}")
+        cond = self.time_in(t) + self.pooled_in(pooled)
+        return cond if guidance is None else cond + self.guidance_in(1000 * guidance.float())
+
+
+# %%
+def redraw(module: nn.Module) -> nn.Module:
+    """Every weight anew, so that no gate is shut and no norm is one: outputs of order one."""
+    for weight in module.requires_grad_(False).parameters():
+        weight.copy_(torch.randn(weight.shape, generator=rng) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
+    return module.eval()
+
+
+pooled, t, w = torch.randn(2, 24, generator=rng), torch.tensor([987.6, 3.2]), torch.tensor([3.5, 1.0])
+
+# %% tags=["check"]
+from diffusers.models.embeddings import CombinedTimestepGuidanceTextProjEmbeddings
+
+real, mine = redraw(CombinedTimestepGuidanceTextProjEmbeddings(64, 24)), ConditionEmbedder(64, 24, guidance=True)
+names = {"time_in.mlp": "timestep_embedder", "guidance_in.mlp": "guidance_embedder", "pooled_in": "text_embedder"}
+for part, name in names.items():
+    for place, layer in ((0, "linear_1"), (2, "linear_2")):
+        mine.get_submodule(f"{part}.{place}").load_state_dict(real.get_submodule(f"{name}.{layer}").state_dict())
+assert torch.allclose(mine(t, pooled, w), real(t, 1000 * w, pooled), atol=1e-5)  # the real part
+
 # %% [markdown] lang="zh"
 # ## 对照表
 #
-# 双流块和 SD3 的同名，并行块更短。原版 FLUX 把并行块的 $q, k, v$ 和 MLP 存成一个大矩阵，diffusers 把它们拆开了；我们叠回一部分。没有分块卷积，要动手脚的只剩收尾层。
+# 双流块和 SD3 的同名，表就用第 16 章的 `JOINT`；并行块更短。原版 FLUX 把并行块的 $q, k, v$ 和 MLP 存成一个大矩阵，diffusers 把它们拆开了；我们叠回一部分。没有分块卷积，要动手脚的只剩收尾层。
 
-# %% [markdown] lang="en" twin="e412e08d"
+# %% [markdown] lang="en" twin="c6d5b32e"
 # ## The key map
 #
-# Joint blocks carry SD3's names, parallel blocks are shorter. The original FLUX keeps $q, k, v$ and the MLP of a parallel block in one large matrix; diffusers split them, and we stack some again. There is no patch convolution, so only the final layer changes on the way.
+# Joint blocks carry SD3's names, so the table is chapter 16's `JOINT`; parallel blocks are shorter. The original FLUX keeps $q, k, v$ and the MLP of a parallel block in one large matrix; diffusers split them, and we stack some again. There is no patch convolution, so only the final layer changes on the way.
 
 
 # %% tags=["export"]
-JOINT = {
-    "image_modulation.linear": "norm1.linear",
-    "text_modulation.linear": "norm1_context.linear",
-    "attn.image.qkv": "attn.{to_q,to_k,to_v}",
-    "attn.image.out": "attn.to_out.0",
-    "attn.text.qkv": "attn.{add_q_proj,add_k_proj,add_v_proj}",
-    "attn.text.out": "attn.to_add_out",
-    **{f"attn.image.norm_{a}": f"attn.norm_{a}" for a in "qk"},
-    **{f"attn.text.norm_{a}": f"attn.norm_added_{a}" for a in "qk"},
-    **{f"image_ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-    **{f"text_ff.{i}": f"ff_context.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
 PARALLEL = {"modulation.linear": "norm.linear", "stream.qkv": "attn.{to_q,to_k,to_v}", "ff_in": "proj_mlp"}
 PARALLEL |= {"stream.norm_q": "attn.norm_q", "stream.norm_k": "attn.norm_k", "out": "proj_out"}
 
@@ -217,7 +252,7 @@ def flux_keys(config: FluxConfig) -> KeyMap:
     names = {"image_in": "x_embedder", "text_in": "context_embedder"}
     mlps = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
     for ours, theirs in mlps.items():
-        names |= {f"{ours}.{2 * i}": f"time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
+        names |= {f"cond_in.{ours}.{2 * i}": f"time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
     names |= {f"joint_blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in JOINT.items()}
     names |= {f"parallel_blocks.*.{ours}": f"single_transformer_blocks.*.{theirs}" for ours, theirs in PARALLEL.items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
@@ -227,67 +262,94 @@ def flux_keys(config: FluxConfig) -> KeyMap:
 # %% [markdown] lang="zh"
 # ## 网络
 #
-# `run` 走词元：双流块里文字和图像各走各的，接成一串进并行块，最后只留图像。`forward` 在它外面打包、拆包；diffusers 自己已经打包好，所以 `as_diffusers` 直接调 `run`。
+# 先只看词元。`run` 走过所有的块：双流块里文字和图像各走各的，接成一串进并行块，最后只留图像。条件已经备好，装在第 06 章的 `Conditions` 里。
 
-# %% [markdown] lang="en" twin="7f5ab75c"
+# %% [markdown] lang="en" twin="12221198"
 # ## The network
 #
-# `run` walks over tokens: text and image go side by side through the joint blocks, in one row through the parallel ones, and only the image leaves. `forward` packs and unpacks around it; diffusers has packed already, so `as_diffusers` calls `run` itself.
+# Tokens first. `run` walks through all blocks: text and image go side by side through the joint ones, in one row through the parallel ones, and only the image leaves. The conditions are ready, in chapter 06's `Conditions`.
 
 
 # %% tags=["export"]
-class Flux(nn.Module):
-    """Velocity network of FLUX.1; the arguments are those of chapter 06's `DiT`, and ``guidance`` for dev.
+class FluxTokens(nn.Module):
+    """What FLUX.1 does with tokens: the parts and the walk through them, latents packed, conditions given.
 
     Source: Black Forest Labs, flux ``model.py``; diffusers ``transformer_flux.py``.
     """
-
-    Config, key_map = FluxConfig, staticmethod(flux_keys)
-    min_multiple = 2  # latent height and width must be multiples of this
 
     def __init__(self, config: FluxConfig):
         super().__init__()
         self.config, c, heads = config, config, config.num_attention_heads
         width = heads * c.attention_head_dim
         self.image_in, self.text_in = nn.Linear(c.in_channels, width), nn.Linear(c.joint_attention_dim, width)
-        self.time_in = TimestepEmbedder(width)
-        self.guidance_in = TimestepEmbedder(width) if c.guidance_embeds else None
-        self.pooled_in = nn.Sequential(nn.Linear(c.pooled_projection_dim, width), nn.SiLU(), nn.Linear(width, width))
+        self.cond_in = ConditionEmbedder(width, c.pooled_projection_dim, c.guidance_embeds)
         self.joint_blocks = nn.ModuleList(JointBlock(width, heads, text_first=True) for _ in range(c.num_layers))
         self.parallel_blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(c.num_single_layers))
         self.final = FinalLayer(width, c.out_channels or c.in_channels)
 
+    def run(self, tokens: Tensor, given: Conditions) -> Tensor:
+        """Packed latents (B, N, 4 · C) → velocity, as packed; ``given.positions`` are the turns of all M + N tokens."""
+        x, text, rope, cond = self.image_in(tokens), given.text, given.positions, iter(given.cond)
+        for block in self.joint_blocks:
+            x, text = block(x, text, next(cond), given.text_mask, rope)
+        m, n = text.shape[1], x.shape[1]
+        x, mask = torch.cat([text, x], dim=1), joint_mask(given.text_mask, n, text_first=True)
+        for block in self.parallel_blocks:
+            x = block(x, next(cond), mask, rope)
+        return self.final(x[:, m:], next(cond))
+
+
+# %% [markdown] lang="zh"
+# 外面一层是你熟悉的样子：`conditions` 收集一切不看潜变量的，`velocity` 打包、走词元、拆包。diffusers 自己已经打包好，也带来了位置，所以 `as_diffusers` 直接调 `run`。`hoist` 后面再讲。
+
+# %% [markdown] lang="en" twin="1fbd9838"
+# The outside looks as you know it: `conditions` gathers all that sees no latent, `velocity` packs, walks over the tokens and unpacks. diffusers has packed already and brings its positions, so `as_diffusers` calls `run` itself. `hoist` is for later.
+
+
+# %% tags=["export"]
+class Flux(FluxTokens):
+    """Velocity network of FLUX.1; the arguments are those of chapter 06's `DiT`, and ``guidance`` for dev."""
+
+    Config, key_map = FluxConfig, staticmethod(flux_keys)
+    min_multiple = 2  # latent height and width must be multiples of this
+
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, H, W) at t = 1000 · σ, (B,), under text (B, M, 4096), pooled (B, 768), guidance w, (B,)."""
-        grid = patch_grid(*latents.shape[-2:], 2)
-        tokens, positions = patchify(latents, 2, channels_first=True), flux_positions(text.shape[1], grid)
-        tokens = self.run(tokens, positions.to(latents.device), t, text, pooled, guidance, text_mask)
-        return unpatchify(tokens, 2, grid, channels_first=True)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, guidance))
 
-    def run(self, tokens, positions, t, text, pooled, guidance=None, text_mask=None) -> Tensor:
-        """Packed latents (B, N, 4 · C) → velocity, as packed; positions (M + N, 3), text first."""
-        if (guidance is None) != (self.guidance_in is None):
-            raise ValueError(
-                f"guidance is {guidance}; FLUX.1 dev needs a scale such as 3.5 per sample, schnell takes none"
-            )
-        m, rope = text.shape[1], axial_rope(positions, self.config.axes_dims_rope)
-        x, text, cond = self.image_in(tokens), self.text_in(text), self.time_in(t) + self.pooled_in(pooled)
-        if guidance is not None:
-            cond = cond + self.guidance_in(1000 * guidance.float())
-        for block in self.joint_blocks:
-            x, text = block(x, text, cond, text_mask, rope)
-        x, mask = torch.cat([text, x], dim=1), joint_mask(text_mask, x.shape[1], text_first=True)
-        for block in self.parallel_blocks:
-            x = block(x, cond, mask, rope)
-        return self.final(x[:, m:], cond)
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None, positions=None) -> Conditions:
+        """All of a forward that looks at no latent, for latents of ``shape`` (C, H, W), or tokens at positions (M + N, 3)."""
+        if positions is None:
+            positions = flux_positions(text.shape[1], patch_grid(*shape[-2:], 2)).to(text.device)
+        c, rope = self.config, axial_rope(positions, self.config.axes_dims_rope)
+        cond = [self.cond_in(t, pooled, guidance)] * (c.num_layers + c.num_single_layers + 1)
+        return Conditions(self.text_in(text), text_mask, rope, cond)
+
+    def velocity(self, latents, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        tokens = self.run(patchify(latents, 2, channels_first=True), given)
+        return unpatchify(tokens, 2, patch_grid(*latents.shape[-2:], 2), channels_first=True)
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
+        """`conditions` at each of the times (S,) for the B prompts of one forward, with every knob made: S × `Conditions`.
+
+        One product a layer serves all S · B conditions, step after step; text and turns are shared by all.
+        """
+        steps, t = len(times), times.repeat_interleave(len(text))
+        guidance = None if guidance is None else guidance.repeat(steps)
+        given = self.conditions(shape, t, text, text_mask, pooled.repeat(steps, 1), guidance)
+        cond = given.cond[-1]  # (S · B, D)
+        knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.joint_blocks]
+        knobs += [block.modulation(cond) for block in self.parallel_blocks]
+        return [given._replace(cond=row) for row in by_step([*knobs, self.final.knobs(cond)], steps)]
 
     def as_diffusers(
         self, hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance=None
     ) -> Tensor:
         """The same under diffusers' names; its ``timestep`` is σ."""
-        positions = torch.cat([txt_ids, img_ids]).float()
-        t = 1000 * timestep.float()
-        return self.run(hidden_states, positions, t, encoder_hidden_states, pooled_projections, guidance)
+        t, positions = 1000 * timestep.float(), torch.cat([txt_ids, img_ids]).float()
+        given = self.conditions(None, t, encoder_hidden_states, None, pooled_projections, guidance, positions)
+        return self.run(hidden_states, given)
 
 
 # %%
@@ -298,18 +360,7 @@ from diffusion_engine.reference.checkpoint import DropIn, load
 
 SIZES = dict(num_layers=2, num_single_layers=2, num_attention_heads=4, attention_head_dim=16, in_channels=16)
 SIZES |= dict(joint_attention_dim=32, pooled_projection_dim=24, axes_dims_rope=(4, 6, 6))
-room = tempfile.TemporaryDirectory()
-text, pooled = torch.randn(2, 7, 32, generator=rng), torch.randn(2, 24, generator=rng)
-t, w = torch.tensor([987.6, 3.2]), torch.tensor([3.5, 1.0])
-
-
-# %%
-def redraw(module: nn.Module) -> nn.Module:
-    """Every weight anew, so that no gate is shut and no norm is one: outputs of order one."""
-    for weight in module.requires_grad_(False).parameters():
-        weight.copy_(torch.randn(weight.shape, generator=rng) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
-    return module.eval()
-
+room, text = tempfile.TemporaryDirectory(), torch.randn(2, 7, 32, generator=rng)
 
 # %% [markdown] lang="zh"
 # ## 对一对
@@ -369,6 +420,49 @@ mine = DropIn(load(Flux, Path(room.name) / "dev", dtype=torch.bfloat16))
 half = FluxTransformer2DModel.from_pretrained(Path(room.name) / "dev", torch_dtype=torch.bfloat16)
 errors = [(net(*halves, t / 1000, **places, guidance=w).sample - truth).square().mean().sqrt() for net in (mine, half)]
 assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth than diffusers itself
+
+# %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 条件 $c$ 只看时间、汇总向量和引导强度，所以 `hoist` 在开跑前把 57 块、每一步的旋钮一次算完，旋转也只做一次。文字的键和值不行：双流块每步都在改文字，进了并行块，文字和图像更是一串。
+
+# %% [markdown] lang="en" twin="969e851e"
+# ## What no latent changes
+#
+# The condition $c$ sees only time, pooled text and the scale; so `hoist` makes the knobs of all 57 blocks at every step before the first, and the turns once. Not so keys and values of the text: joint blocks change the text at every step, and in parallel blocks it runs in one row with the image.
+
+# %% tags=["check"]
+times, real = torch.tensor([1000.0, 640.5, 3.25]), torch.arange(7) < torch.tensor([[7], [4]])
+padded = torch.where(real[..., None], text, 100.0)  # whatever stands in the padding
+for name, scale in {"schnell": None, "dev": w}.items():
+    ahead = ours[name].hoist(latents.shape[1:], times, padded, real, pooled, scale)
+    for time, given in zip(times, ahead, strict=True):
+        expected = ours[name](latents, time.expand(2), text, real, pooled, scale)
+        assert torch.allclose(ours[name].velocity(latents, given), expected, atol=1e-5)  # ahead, or block by block
+assert ahead[0].text is ahead[2].text and ahead[0].positions is ahead[2].positions  # made once, shared by all steps
+
+# %% [markdown] lang="zh"
+# 做旋钮的权重，开跑以后没人再读，可以离开内存。数一数占多少，再像第 16 章那样让梯度核对：从 `velocity` 往回走，只有它们收不到梯度。
+
+# %% [markdown] lang="en" twin="db0a1bb7"
+# Once the walk begins, nobody reads the weights that made the knobs; they could leave memory. Count them, and let the gradient confirm it as in chapter 16: going back from `velocity`, they alone receive none.
+
+
+# %%
+def read_ahead_only(name: str) -> bool:
+    return "modulation" in name or name.startswith(("text_in", "cond_in"))
+
+
+with torch.device("meta"):
+    sizes = {name: weight.numel() for name, weight in Flux(FluxConfig(guidance_embeds=True)).named_parameters()}
+idle = sum(size for name, size in sizes.items() if read_ahead_only(name))
+print(f"dev: {idle / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion weights are read by hoist alone")
+
+# %% tags=["check"]
+dev.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+for name, weight in dev.named_parameters():
+    assert (weight.grad is None) == read_ahead_only(name), name  # no gradient reaches what made the knobs
+dev.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 时间别用半精度
@@ -431,7 +525,7 @@ for name, embedded in {"dev": True, "schnell": False}.items():
 # | `axial_rope` | `transformer_flux.py`，`FluxPosEmbed` |
 # | `JointBlock(text_first=True)` | `FluxTransformerBlock`，`FluxAttnProcessor` |
 # | `ParallelBlock` | `FluxSingleTransformerBlock` |
-# | `guidance_in` | `CombinedTimestepGuidanceTextProjEmbeddings` |
+# | `ConditionEmbedder` | `CombinedTimestepGuidanceTextProjEmbeddings` |
 #
 # **还缺什么**：fp16 下 diffusers 会截断过大的数，我们建议用 bf16；多图的第一根轴没有用上。全注意力的代价随词元数平方增长：第 18 章的 Sana 把它换成线性的。
 #
@@ -441,7 +535,7 @@ for name, embedded in {"dev": True, "schnell": False}.items():
 # 2. 修改：让文字站到 $(0, h, w)$，图像右下角外面，速度会变吗？
 # 3. 动手：给文字加掩码，让补位的词元不起作用；FLUX 自己为什么不用？
 
-# %% [markdown] lang="en" twin="4fcfdaec"
+# %% [markdown] lang="en" twin="990793fd"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |
@@ -451,7 +545,7 @@ for name, embedded in {"dev": True, "schnell": False}.items():
 # | `axial_rope` | `transformer_flux.py`, `FluxPosEmbed` |
 # | `JointBlock(text_first=True)` | `FluxTransformerBlock`, `FluxAttnProcessor` |
 # | `ParallelBlock` | `FluxSingleTransformerBlock` |
-# | `guidance_in` | `CombinedTimestepGuidanceTextProjEmbeddings` |
+# | `ConditionEmbedder` | `CombinedTimestepGuidanceTextProjEmbeddings` |
 #
 # **What is missing:** in fp16 diffusers clips numbers that grow too large, we advise bf16; the first axis, for several images, is unused. Full attention costs the square of the tokens: Sana, in chapter 18, makes it linear.
 #
@@ -461,24 +555,26 @@ for name, embedded in {"dev": True, "schnell": False}.items():
 # 2. Modify: let the text stand at $(0, h, w)$, beyond the lower right corner. Does the velocity change?
 # 3. Build: mask the text, so that padding has no say. Why does FLUX itself not do so?
 
+
 # %% tags=["solution"]
 # 1 · yes: among themselves the patches keep their distances, but the text at the origin is further away now
+def standing(positions: Tensor) -> Tensor:
+    return dev.run(packed, dev.conditions(None, t, text, None, pooled, w, positions))
+
+
 moved = ids + torch.tensor([0.0, 5.0, 5.0]) * (torch.arange(len(ids)) >= 7)[:, None]
-tokens = dev.run(packed, ids, t, text, pooled, w)
-assert (dev.run(packed, moved, t, text, pooled, w) - tokens).abs().mean() > 1e-4
-assert torch.allclose(
-    dev.run(packed, ids + 5.0, t, text, pooled, w), tokens, atol=1e-5
-)  # all together: nothing changes
+tokens = standing(ids)
+assert (standing(moved) - tokens).abs().mean() > 1e-4
+assert torch.allclose(standing(ids + 5.0), tokens, atol=1e-5)  # all together: nothing changes
 
 # %% tags=["solution"]
 # 2 · yes, and no weight notices: positions are not learned, yet the weights were trained with one choice of them
 elsewhere = ids.clone()
 elsewhere[:7] = torch.tensor([0.0, 3.0, 5.0])
-assert (dev.run(packed, elsewhere, t, text, pooled, w) - tokens).abs().mean() > 1e-4
+assert (standing(elsewhere) - tokens).abs().mean() > 1e-4
 
 # %% tags=["solution"]
 # 3 · a mask does it; FLUX was trained with padding in view, so hiding it gives numbers that training never saw
-real = torch.arange(7) < torch.tensor([[7], [4]])
 hidden = dev(latents, t, torch.where(real[..., None], text, 100.0), real, pooled, w)
 assert torch.allclose(hidden, dev(latents, t, text, real, pooled, w), atol=1e-5)
 assert not torch.allclose(hidden[1], velocity[1], atol=1e-3)

@@ -41,7 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Heads, RMSNorm
-from diffusion_engine.dit import patch_grid, patchify, unpatchify
+from diffusion_engine.dit import Conditions, patch_grid, patchify, unpatchify
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import Mod, ModulationTable, modulate
@@ -160,11 +161,7 @@ q, k, v = torch.randn(3, 2, 4, 50, 16, generator=rng)
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """φ(q) Σ φ(k)ᵀ v / φ(q) Σ φ(k)ᵀ with φ = ReLU, in every head, in fp32.
 
-    Args:
-        q, k, v: (B, H, N, Dh) each.
-
-    Returns:
-        (B, H, N, Dh), fp32; zeros for a query that no key answers.
+    q, k, v (B, H, N, Dh) → the same shape, fp32; zeros for a query that no key answers.
 
     Source: Katharopoulos et al. 2020; Xie et al. 2024 (Sana); diffusers' ``SanaLinearAttnProcessor2_0``.
     """
@@ -207,11 +204,7 @@ show(
 
 # %% tags=["export"]
 class LinearAttention(nn.Module):
-    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N.
-
-    Args:
-        width: D. heads: H. qk_norm, bias: as in `Heads`.
-    """
+    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N; see `Heads`."""
 
     def __init__(self, width: int, heads: int, qk_norm, bias: bool):
         super().__init__()
@@ -240,9 +233,7 @@ class LinearAttention(nn.Module):
 class ConvFeedForward(nn.Module):
     """Expand → 3×3 convolution of each channel alone, over the grid → u ⊙ SiLU(g) → project: (B, N, D) → (B, N, D).
 
-    Args:
-        width: D. ratio: hidden = ratio · width, twice that wide before the gate.
-
+    hidden = ratio · width, twice that wide before the gate.
     Source: Xie et al. 2024 (Sana), "Mix-FFN"; diffusers' ``GLUMBConv``.
     """
 
@@ -324,6 +315,9 @@ show(
 class SanaBlock(nn.Module):
     """Linear self-attention, cross-attention to the text without a gate, gated convolution; knobs from a table.
 
+    forward(x (B, N, D), shared knobs (B, 6 · D), text (B, M, Dt), text_mask (B, M) bool, grid); shared knobs may be two
+    `Mod` made before, and text the keys and values that `CrossAttention.keys_values` made.
+
     Source: Xie et al. 2024 (Sana); diffusers' ``SanaTransformerBlock``.
     """
 
@@ -353,10 +347,9 @@ BLOCK = {
     "cross.out": "attn2.to_out.0",
     **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
     **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    **{
-        f"ff.{ours}": f"ff.conv_{theirs}"
-        for ours, theirs in {"expand": "inverted", "depthwise": "depth", "out": "point"}.items()
-    },
+    "ff.expand": "ff.conv_inverted",
+    "ff.depthwise": "ff.conv_depth",
+    "ff.out": "ff.conv_point",
 }
 
 
@@ -365,12 +358,8 @@ def sana_keys(config: SanaConfig) -> KeyMap:
     """Where each tensor of `Sana` lies in diffusers' checkpoint."""
     names = {"image_in": "patch_embed.proj", "knobs": "time_embed.linear", "text_norm": "caption_norm"}
     time = "time_embed." + "emb." * (not config.guidance_embeds)
-    mlps = {
-        "time_in.mlp": f"{time}timestep_embedder",
-        "guidance_in.mlp": f"{time}guidance_embedder",
-        "text_in": "caption_projection",
-    }
-    for ours, theirs in mlps.items():
+    mlps = {"time_in.mlp": f"{time}timestep_embedder", "guidance_in.mlp": f"{time}guidance_embedder"}
+    for ours, theirs in (mlps | {"text_in": "caption_projection"}).items():
         names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
     names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
     names |= {"table": "scale_shift_table", "out": "proj_out"}
@@ -381,12 +370,12 @@ def sana_keys(config: SanaConfig) -> KeyMap:
 # %% [markdown] lang="zh"
 # ## 网络
 #
-# 1×1 的卷积就是线性层，对照表里用 `flatten_patches` 摊平。收尾也用一张小表：它加上时间向量本身，而不是六个旋钮。Sana-Sprint 还有 QK 归一化和引导嵌入，配置里打开就是。
+# 1×1 的卷积就是线性层，对照表里用 `flatten_patches` 摊平。收尾也用一张小表：它加上时间向量本身，而不是六个旋钮。`conditions` 与 `velocity` 的分工同第 06 章。Sana-Sprint 还有 QK 归一化和引导嵌入，配置里打开就是。
 
-# %% [markdown] lang="en" twin="2c09ab01"
+# %% [markdown] lang="en" twin="59b804b6"
 # ## The network
 #
-# A convolution of 1×1 is a linear layer; the key map flattens it with `flatten_patches`. The end has a small table, too: added to the time vector itself, not to the six knobs. Sana-Sprint has QK norms and embedded guidance besides, switched on by the configuration.
+# A convolution of 1×1 is a linear layer; the key map flattens it with `flatten_patches`. The end has a small table, too: added to the time vector itself, not to the six knobs. `conditions` and `velocity` share the work as in chapter 06. Sana-Sprint has QK norms and embedded guidance besides, switched on by the configuration.
 
 
 # %% tags=["export"]
@@ -404,10 +393,9 @@ class Sana(nn.Module):
         self.image_in = nn.Linear(c.patch_size**2 * c.in_channels, width)
         self.text_in = nn.Sequential(nn.Linear(c.caption_channels, width), nn.GELU("tanh"), nn.Linear(width, width))
         self.text_norm = RMSNorm(width, eps=1e-5)
-        self.time_in, self.knobs = TimestepEmbedder(width), nn.Linear(width, 6 * width)
-        self.guidance_in = TimestepEmbedder(width) if c.guidance_embeds else None
+        self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if c.guidance_embeds else None
+        self.knobs, self.table = nn.Linear(width, 6 * width), nn.Parameter(torch.zeros(2, width))
         self.blocks = nn.ModuleList(SanaBlock(c) for _ in range(c.num_layers))
-        self.table = nn.Parameter(torch.zeros(2, width))
         self.out = nn.Linear(width, c.patch_size**2 * (c.out_channels or c.in_channels))
 
     @property
@@ -417,20 +405,35 @@ class Sana(nn.Module):
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, H, W) at t = 1000 · σ, (B,), under text (B, M, 2304), text_mask (B, M); pooled is unused."""
-        p = self.config.patch_size
-        grid = patch_grid(*latents.shape[-2:], p)
-        cond = self.time_in(t * self.config.timestep_scale)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, guidance))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None) -> Conditions:
+        """All of a forward that looks at no latent, whatever their ``shape``; every block's text is the same tokens."""
+        cond = self.time_in(t * self.config.timestep_scale)  # (B, D)
         if guidance is not None:
             cond = cond + self.guidance_in(guidance.float())
-        x, text, shared = (
-            self.image_in(patchify(latents, p)),
-            self.text_norm(self.text_in(text)),
-            self.knobs(F.silu(cond)),
-        )
-        for block in self.blocks:
-            x = block(x, shared, text, text_mask, grid)
-        mod = Mod(*(self.table + cond.unsqueeze(1)).chunk(2, dim=1))
-        return unpatchify(self.out(modulate(x, mod)), p, grid)
+        text, shared = self.text_norm(self.text_in(text)), self.knobs(F.silu(cond))
+        end, depth = Mod(*(self.table + cond.unsqueeze(1)).chunk(2, dim=1)), len(self.blocks)
+        return Conditions([text] * depth, text_mask, None, [shared] * depth + [end])
+
+    def velocity(self, latents, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
+        p, grid = self.config.patch_size, patch_grid(*latents.shape[-2:], self.config.patch_size)
+        x = self.image_in(patchify(latents, p))  # (B, N, D)
+        for block, shared, text in zip(self.blocks, given.cond, given.text):
+            x = block(x, shared, text, given.text_mask, grid)
+        return unpatchify(self.out(modulate(x, given.cond[-1])), p, grid)
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
+        """`conditions` at each of the times (S,) for the B prompts of one forward, all knobs made: S × `Conditions`.
+
+        Every block's text is its keys and values, made once and shared by all steps.
+        """
+        guidance = None if guidance is None else guidance.repeat(len(times))
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, guidance)
+        text = [block.cross.keys_values(tokens) for block, tokens in zip(self.blocks, given.text)]
+        knobs = [block.modulation(shared) for block, shared in zip(self.blocks, given.cond)]
+        return [given._replace(text=text, cond=row) for row in by_step([*knobs, given.cond[-1]], len(times))]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None):
         """The same under diffusers' names; its ``timestep`` is already scaled."""
@@ -489,6 +492,49 @@ half = SanaTransformer2DModel.from_pretrained(Path(room.name) / "Sana", torch_dt
 call = dict(timestep=t, encoder_attention_mask=real.long(), encoder_hidden_states=text.bfloat16())
 errors = [(net(latents.bfloat16(), **call).sample - truth).square().mean().sqrt() for net in (mine, half)]
 assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth than diffusers itself
+
+# %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 这一家能提出来的最多。图像从不改动文字：交叉注意力里，每块的键和值一张图只算一次，所有步共用，掩码照旧。旋钮只看时间，连同每块的小表，开跑前一次加好。每一步剩下的，只有图像自己。
+
+# %% [markdown] lang="en" twin="95970b69"
+# ## What no latent changes
+#
+# In this family most can be hoisted. The image never changes the text: keys and values of every block's cross-attention are made once a picture and shared by all steps, under the same mask. Knobs look at time alone and are added to every block's table before the first step. What is left for a step is the image itself.
+
+# %% tags=["check"]
+times = torch.tensor([1000.0, 640.5, 3.25])
+for name, scale in {"Sprint": w, "Sana": None}.items():
+    ahead = ours[name].hoist(latents.shape[1:], times, noise, real, None, scale)  # padding still has no say
+    for time, given in zip(times, ahead, strict=True):
+        expected = ours[name](latents, time.expand(2), text, real, None, scale)
+        assert torch.allclose(ours[name].velocity(latents, given), expected, atol=1e-5)  # ahead, or block by block
+assert ahead[0].text is ahead[2].text and len(ahead[0].text[1]) == 2  # keys and values, shared by all steps
+
+# %% [markdown] lang="zh"
+# 做旋钮、做键和值的权重，开跑以后没人再读，可以离开内存。数一数占多少，再像第 16 章那样让梯度核对：从 `velocity` 往回走，只有它们收不到梯度。
+
+# %% [markdown] lang="en" twin="1cc7029a"
+# Once the walk begins, nobody reads the weights that made knobs, keys and values; they could leave memory. Count them, and let the gradient confirm it as in chapter 16: going back from `velocity`, they alone receive none.
+
+
+# %%
+def read_ahead_only(name: str) -> bool:
+    parts = ("text_", "time_in", "knobs", "table")
+    return name.startswith(parts) or any(part in name for part in ("modulation", "cross.kv", "cross.norm_k"))
+
+
+with torch.device("meta"):
+    sizes = {name: weight.numel() for name, weight in Sana(SanaConfig()).named_parameters()}
+idle = sum(size for name, size in sizes.items() if read_ahead_only(name))
+print(f"Sana 1.6B: {idle / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion weights are read by hoist alone")
+
+# %% tags=["check"]
+sana.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+for name, weight in sana.named_parameters():
+    assert (weight.grad is None) == read_ahead_only(name), name  # no gradient reaches what was made ahead
+sana.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 住进 SanaPipeline

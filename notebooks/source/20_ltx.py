@@ -42,9 +42,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, grid_positions
+from diffusion_engine.dit import Conditions
 from diffusion_engine.reference.checkpoint import KeyMap
+from diffusion_engine.reference.wan import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
-from diffusion_engine.transformer_block import DiTBlock, Mod, modulate
+from diffusion_engine.transformer_block import DiTBlock, modulate
 
 # %% [markdown] lang="zh"
 # ## 哪里不同
@@ -81,7 +83,7 @@ class LTXConfig:
     """``config.json`` of diffusers' ``LTXVideoTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: a variant that is not built here.
+        ValueError: a variant that is not built here. What is not named here, norms with weights among it, `load` refuses.
     """
 
     in_channels: int = 128
@@ -94,7 +96,6 @@ class LTXConfig:
     num_layers: int = 28
     activation_fn: str = "gelu-approximate"
     qk_norm: str = "rms_norm_across_heads"
-    norm_elementwise_affine: bool = False
     norm_eps: float = 1e-6
     caption_channels: int = 4096
     attention_bias: bool = True
@@ -107,7 +108,7 @@ class LTXConfig:
 
     def __post_init__(self):
         built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
+        built |= {"qk_norm": "rms_norm_across_heads", "attention_out_bias": True}
         for name, value in (built | {"cross_attention_dim": self.width}).items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
@@ -367,27 +368,17 @@ def ltx_block(config: LTXConfig) -> DiTBlock:
 
 
 # %% [markdown] lang="zh"
-# ## 对照表
+# ## 对照表与网络
 #
-# 没有一个张量要改形状：LTX 没有分块卷积，收尾的小表本来就是先 shift 后 scale。只把 $q, k, v$ 叠起来。
+# 没有一个张量要改形状；块里的名字和 Wan 的一样，只有前馈不同，所以第 19 章的表接着用。图块是 1×1×1，打包就是把格子排成一串：$(B, C, F, H, W) \to (B, FHW, C)$。`velocity` 打包、拆包，`run` 走词元；diffusers 的流水线从头到尾都用打包的，所以 `run_as_diffusers` 直接调 `run`。
 
-# %% [markdown] lang="en" twin="07c2a360"
-# ## The key map
+# %% [markdown] lang="en" twin="00000000"
+# ## The key map and the network
 #
-# No tensor changes its shape: LTX has no patch convolution, and the small table at its end already has the shift before the scale. Only $q, k, v$ are stacked, and the keys and values of the text.
+# No tensor changes its shape. Inside a block the names are Wan's, but for the feed-forward network, so chapter 19's table serves again. Patches are 1×1×1, so packing puts the cells in one row: $(B, C, F, H, W) \to (B, FHW, C)$. `velocity` packs and unpacks, `run` walks over tokens; diffusers' pipeline holds packed latents throughout, so `run_as_diffusers` calls `run` itself.
 
 # %% tags=["export"]
-BLOCK = {
-    "modulation.table": "scale_shift_table",
-    "attn.stream.qkv": "attn1.{to_q,to_k,to_v}",
-    "attn.stream.out": "attn1.to_out.0",
-    "cross.q": "attn2.to_q",
-    "cross.kv": "attn2.{to_k,to_v}",
-    "cross.out": "attn2.to_out.0",
-    **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
-    **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    **{f"ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
+LTX_BLOCK = BLOCK | {"ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
 
 
 def ltx_keys(config: LTXConfig) -> KeyMap:
@@ -395,18 +386,7 @@ def ltx_keys(config: LTXConfig) -> KeyMap:
     names = {"image_in": "proj_in", "knobs": "time_embed.linear", "table": "scale_shift_table", "out": "proj_out"}
     for ours, theirs in {"time_in.mlp": "time_embed.emb.timestep_embedder", "text_in": "caption_projection"}.items():
         names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
-    return KeyMap(names | {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()})
-
-
-# %% [markdown] lang="zh"
-# ## 网络
-#
-# 图块是 1×1×1，打包就是把格子排成一串：$(B, C, F, H, W) \to (B, FHW, C)$。`forward` 打包、拆包，`run` 走词元；diffusers 的流水线从头到尾都用打包的，所以下面的 `run_as_diffusers` 直接调 `run`。
-
-# %% [markdown] lang="en" twin="adf98534"
-# ## The network
-#
-# Patches are 1×1×1, so packing puts the cells in one row: $(B, C, F, H, W) \to (B, FHW, C)$. `forward` packs and unpacks, `run` walks over tokens; diffusers' pipeline holds packed latents from beginning to end, so `run_as_diffusers` below calls `run` itself.
+    return KeyMap(names | {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in LTX_BLOCK.items()})
 
 
 # %% tags=["export"]
@@ -429,7 +409,7 @@ def run_as_diffusers(
     else:
         positions = video_coords.float().mT
     mask = None if encoder_attention_mask is None else encoder_attention_mask.bool()
-    return model.run(hidden_states, positions, timestep.float(), encoder_hidden_states, mask)
+    return model.run(hidden_states, model.conditions_at(positions, timestep.float(), encoder_hidden_states, mask))
 
 
 # %% tags=["export"]
@@ -451,26 +431,39 @@ class LTX(nn.Module):
         self.blocks = nn.ModuleList(ltx_block(c) for _ in range(c.num_layers))
         self.table = nn.Parameter(torch.zeros(2, width))
 
-    def forward(
-        self, latents, t, text, text_mask=None, pooled=None, frame_rate=25.0, causal=False, compression=(8, 32)
-    ) -> Tensor:
+    def forward(self, latents, t, text, text_mask=None, pooled=None, **where) -> Tensor:
         """Velocity (B, C, F, H, W) at t = 1000 · σ under text (B, M, 4096), text_mask (B, M); pooled is unused.
 
-        t may be (B, F · H · W), a time for every token; for the last three arguments see `ltx_positions`.
+        t may be (B, F · H · W), a time for every token; ``where`` is frame_rate, compression, causal of `ltx_positions`.
         """
-        grid = latents.shape[2:]
-        positions = ltx_positions(grid, frame_rate, compression, causal).to(latents.device)
-        return self.run(latents.flatten(2).mT, positions, t, text, text_mask).mT.unflatten(2, grid)
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, **where))
 
-    def run(self, tokens, positions, t, text, text_mask=None) -> Tensor:
-        """Packed latents (B, N, C) → velocity, as packed; positions (N, 3) or (B, N, 3), see `ltx_positions`."""
-        width, cond = self.config.width, self.time_in(t.flatten()).unflatten(0, t.shape)  # (B, D) or (B, N, D)
-        x, text, shared = self.image_in(tokens), self.text_in(text), self.knobs(F.silu(cond))
-        rope = fractional_rope(positions, width, self.config.num_attention_heads)
-        for block in self.blocks:
-            x = block(x, shared, rope=rope, text=text, text_mask=text_mask)
-        mod = Mod(*(self.table + cond.reshape(len(x), -1, 1, width)).unbind(-2))  # shift, scale: (B, 1 or N, D)
-        return self.out(modulate(x, mod))  # LayerNorm here
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, **where) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`."""
+        return self.conditions_at(ltx_positions(shape[1:], **where).to(text.device), t, text, text_mask)
+
+    def conditions_at(self, positions, t, text, text_mask=None) -> Conditions:
+        """`conditions` of tokens at given positions (N, 3) or (B, N, 3), seconds and pixels."""
+        c, cond = self.config, self.time_in(t.flatten()).unflatten(0, t.shape)  # (B, D) or (B, N, D)
+        rope, shared = fractional_rope(positions, c.width, c.num_attention_heads), self.knobs(F.silu(cond))
+        return Conditions([self.text_in(text)] * c.num_layers, text_mask, rope, [shared] * c.num_layers + [cond])
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity of the latents under given conditions."""
+        return self.run(latents.flatten(2).mT, given).mT.unflatten(2, latents.shape[2:])
+
+    def run(self, tokens: Tensor, given: Conditions) -> Tensor:
+        """Packed latents (B, N, C) → velocity, as packed."""
+        x, rope, mask = self.image_in(tokens), given.positions, given.text_mask
+        for block, shared, text in zip(self.blocks, given.cond, given.text):
+            x = block(x, shared, rope=rope, text=text, text_mask=mask)
+        return self.out(modulate(x, last_mod(self.table, given.cond[-1])))  # LayerNorm here
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, **where) -> list[Conditions]:
+        """`conditions` for all times (S,), see `work_ahead`; a mask that hides nothing is dropped."""
+        mask = None if text_mask is None or bool(text_mask.all()) else text_mask
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, mask, pooled, **where)
+        return work_ahead(self, given, len(times))
 
 
 # %%
@@ -491,7 +484,7 @@ SIZES = dict(in_channels=8, out_channels=8, num_attention_heads=4, attention_hea
 SIZES |= dict(num_layers=2, caption_channels=24)
 room, real = tempfile.TemporaryDirectory(), torch.arange(7) < torch.tensor([[4], [7]])
 latents, text = torch.randn(2, 8, 3, 2, 4, generator=rng), torch.randn(2, 7, 24, generator=rng)
-packed, t = latents.flatten(2).mT, torch.tensor([987.6, 3.2])
+packed, t, places = latents.flatten(2).mT, torch.tensor([987.6, 3.2]), ltx_positions((3, 2, 4), 24)
 
 # %% [markdown] lang="zh"
 # ## 对一对
@@ -542,7 +535,7 @@ assert torch.allclose(ltx(latents, t, text, real, frame_rate=12), wide, atol=1e-
 cells = latents[0, 0].numel()
 given = torch.arange(cells) < cells // 3  # the tokens of the first latent frame
 times = torch.where(given, 0.0, t[:, None])  # (2, 24)
-by_token = ltx.run(packed, ltx_positions((3, 2, 4), 24), times, text, real)
+by_token = ltx.run(packed, ltx.conditions_at(places, times, text, real))
 assert (by_token - theirs(packed, text, times, real.long(), **where).sample).abs().max() < 1e-5
 alike = ltx(latents, t[:, None].expand(-1, cells), text, real, frame_rate=24)
 assert torch.allclose(alike, velocity, atol=1e-5)  # all the same time: as with one a sample
@@ -553,6 +546,39 @@ half = LTXVideoTransformer3DModel.from_pretrained(room.name, torch_dtype=torch.b
 call = dict(timestep=t, encoder_attention_mask=real.long(), encoder_hidden_states=text.bfloat16(), **where)
 errors = [(net(packed.bfloat16(), **call).sample - expected).square().mean().sqrt() for net in (mine, half)]
 assert errors[0] < 1.1 * errors[1]  # in bf16 no further from the fp32 truth than diffusers itself
+
+# %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 和 Wan 一样，文字只从旁边进来：旋钮，文字的键与值，秒和像素的旋转，都在第一步之前一次做完（第 13 章）。每个词元各有时间时不行：那时旋钮要跟着每一段给定的帧走，`hoist` 只收一步一个时间。
+
+# %% [markdown] lang="en"
+# ## What no latent changes
+#
+# As in Wan, text enters at the side only: knobs, keys and values of the text, and the turns by seconds and pixels are all made before the first step (chapter 13). Not so where every token has its own time: knobs then follow the frames that are given, and `hoist` takes one time a step.
+
+# %% tags=["check"]
+road, told = torch.tensor([987.6, 500.0, 3.2]), dict(frame_rate=24, causal=True)
+ahead = ltx.hoist(latents.shape[1:], road, text, real, **told)
+for when, here in zip(road, ahead):
+    assert torch.allclose(ltx.velocity(latents, here), ltx(latents, when.expand(2), text, real, **told), atol=1e-5)
+assert ahead[0].text is ahead[2].text  # keys and values of all times are the same
+assert ltx.hoist(latents.shape[1:], road, text, real | True)[0].text_mask is None  # nothing to hide
+
+# %% tags=["hide"]
+import re
+
+weights = dict(ltx.requires_grad_(True).named_parameters())
+arrived = torch.autograd.grad(ltx.velocity(latents, here).sum(), weights.values(), allow_unused=True)
+unread = {re.sub(r"\d+", "*", name) for name, gradient in zip(weights, arrived) if gradient is None}
+ltx.requires_grad_(False)
+with torch.device("meta"):
+    sizes = {name: weight.numel() for name, weight in LTX(LTXConfig()).named_parameters()}
+count, once = sum(sizes.values()), sum(n for name, n in sizes.items() if re.sub(r"\d+", "*", name) in unread)
+print(f"LTX-Video 2B: {count / 1e9:.2f} billion weights, {2 * count / 1e9:.1f} GB in bf16;", end=" ")
+print(f"{once / 1e9:.2f} billion of them are read only ahead")
+tokens = latent_frames(161, 8) * (512 // 32) * (704 // 32)
+print(f"161 frames of 704×512: {tokens} tokens; with cells of 4 × 16 × 16, {latent_frames(161, 4) * 32 * 44}")
 
 # %% [markdown] lang="zh"
 # ## 我们的循环，LTX 的噪声表
@@ -603,17 +629,8 @@ scale, shift = vae.latents_std.reshape(-1, 1, 1, 1), vae.latents_mean.reshape(-1
 drawn = (vae.decode(x * scale + shift, return_dict=False)[0] / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
 assert (drawn - clip).abs().max() < 1 / 255
 print("levels:", [round(sigma, 3) for sigma in schedule.values])
-
-# %% tags=["check"]
 pipe.transformer = DropIn(ltx)
 assert (pipe(**ask, output_type="latent", generator=seed()).frames - z).abs().max() < 1e-4
-
-# %%
-with torch.device("meta"):
-    count = sum(weight.numel() for weight in LTX(LTXConfig()).parameters())
-print(f"LTX-Video 2B: {count / 1e9:.2f} billion weights, {2 * count / 1e9:.1f} GB in bf16")
-tokens = latent_frames(161, 8) * (512 // 32) * (704 // 32)
-print(f"161 frames of 704×512: {tokens} tokens; with cells of 4 × 16 × 16, {latent_frames(161, 4) * 32 * 44}")
 
 # %% [markdown] lang="zh"
 # ## 在 diffusers 里，这些在哪儿
@@ -659,9 +676,8 @@ print(f"161 frames of 704×512: {tokens} tokens; with cells of 4 × 16 × 16, {l
 
 # %% tags=["solution"]
 # 1 · no: turns compare tokens with each other, and the text is not turned at all; only rounding remains
-places = ltx_positions((3, 2, 4), 24)
-moved = ltx.run(packed, places + torch.tensor([5.0, 0.0, 512.0]), t, text, real)
-assert torch.allclose(moved, ltx.run(packed, places, t, text, real), atol=1e-4)
+moved = ltx.run(packed, ltx.conditions_at(places + torch.tensor([5.0, 0.0, 512.0]), t, text, real))
+assert torch.allclose(moved, velocity.flatten(2).mT, atol=1e-4)
 
 # %% tags=["solution"]
 # 2 · pair i goes to head i mod 32: heads see alike now, and no trained head would find its frequencies

@@ -44,6 +44,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, pad_rope
+from diffusion_engine.dit import Conditions
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
 from diffusion_engine.scheduler import TRAIN_STEPS, Schedule, make_schedule, shift_sigmas
 from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
@@ -91,7 +93,8 @@ class CogVideoXConfig:
     """``config.json`` of diffusers' ``CogVideoXTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: the image-to-video models' entries, another activation, or sizes that the positions cannot share out.
+        ValueError: another activation, or sizes that the positions cannot share out. What is not named here, the
+            image-to-video models' entries among it, `load` refuses.
     """
 
     num_attention_heads: int = 30
@@ -99,12 +102,9 @@ class CogVideoXConfig:
     in_channels: int = 16
     out_channels: int | None = 16
     flip_sin_to_cos: bool = True
-    freq_shift: int = 0
     time_embed_dim: int = 512
-    ofs_embed_dim: int | None = None
     text_embed_dim: int = 4096
     num_layers: int = 30
-    dropout: float = 0.0
     attention_bias: bool = True
     sample_width: int = 90
     sample_height: int = 60
@@ -120,7 +120,6 @@ class CogVideoXConfig:
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     use_rotary_positional_embeddings: bool = False
-    use_learned_positional_embeddings: bool = False
     patch_bias: bool = True
 
     @property
@@ -129,8 +128,7 @@ class CogVideoXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        require(self, flip_sin_to_cos=True, freq_shift=0, activation_fn="gelu-approximate", ofs_embed_dim=None)
-        require(self, timestep_activation_fn="silu", use_learned_positional_embeddings=False)
+        require(self, flip_sin_to_cos=True, activation_fn="gelu-approximate", timestep_activation_fn="silu")
         name = "attention_head_dim" if self.use_rotary_positional_embeddings else "width"
         if (size := getattr(self, name)) % 16:
             raise ValueError(f"{name} {size} is not a multiple of 16, for three axes; try {max(1, size // 16) * 16}")
@@ -174,6 +172,7 @@ for f, h, w in ((3, 4, 6), (1, 5, 2)):
     theirs = get_3d_sincos_pos_embed(64, (w, h), f, 1.875, 0.5, output_type="pt").flatten(0, 1)
     places = sincos_3d((f, h, w), 64, space=1.875, time=0.5)
     assert torch.allclose(places, theirs.float(), atol=1e-5)  # diffusers wants (width, height)
+five = CogVideoXConfig(use_rotary_positional_embeddings=True)  # 5B, for what follows
 
 # %% [markdown] lang="zh"
 # ## 5B 的位置：居中拉伸的旋转
@@ -203,17 +202,33 @@ def centred_positions(grid: tuple[int, int, int], base: tuple[int, int]) -> Tens
     return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
 
 
+def video_positions(c: CogVideoXConfig, grid: tuple[int, int, int], like: Tensor) -> Rope | Tensor:
+    """Where the video tokens of ``grid`` stand, on the device of ``like``: what is added to them (N, D), or their turns.
+
+    2B adds `sincos_3d`, in the dtype of ``like``; 5B turns by `centred_positions`, 1.5 by whole numbers from 0.
+
+    Raises:
+        ValueError: a grid without an axis of time.
+    """
+    if len(grid) != 3:
+        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
+    if not c.use_rotary_positional_embeddings:
+        scales = c.spatial_interpolation_scale, c.temporal_interpolation_scale
+        return sincos_3d(grid, c.width, *scales, device=like.device).to(like)
+    base, head = (c.sample_height // c.patch_size, c.sample_width // c.patch_size), c.attention_head_dim
+    positions = centred_positions(grid, base) if c.patch_size_t is None else grid_positions(*grid)
+    return axial_rope(positions.to(like.device), (head // 4, 3 * head // 8, 3 * head // 8))
+
+
 # %% tags=["check"]
 from types import SimpleNamespace as Stand
 
 from diffusers import CogVideoXPipeline
 
 ask = CogVideoXPipeline._prepare_rotary_positional_embeddings  # pixels → cosines and sines
-sizes = Stand(patch_size=2, patch_size_t=None, sample_height=60, sample_width=90, attention_head_dim=64)
-stand_in = Stand(vae_scale_factor_spatial=8, transformer=Stand(config=sizes))
+stand_in = Stand(vae_scale_factor_spatial=8, transformer=Stand(config=five))
 for f, h, w in ((3, 30, 45), (2, 16, 16), (1, 12, 40), (2, 45, 20), (4, 7, 1)):
-    turns = axial_rope(centred_positions((f, h, w), (30, 45)), (16, 24, 24))
-    for ours, theirs in zip(turns, ask(stand_in, 16 * h, 16 * w, f, "cpu")):
+    for ours, theirs in zip(video_positions(five, (f, h, w), places), ask(stand_in, 16 * h, 16 * w, f, "cpu")):
         assert torch.allclose(ours, theirs[:, ::2], atol=1e-5)  # diffusers stores each number twice
 
 # %% tags=["hide"]
@@ -258,7 +273,8 @@ def steer(x: Tensor, mod: Mod) -> Tensor:
 class ExpertNorm(nn.Module):
     """One LayerNorm with weights for both kinds of token, then a shift, a scale and a gate for each.
 
-    forward(x (B, N, D), text (B, M, D), cond (B, Dc)) → both normalised and steered, and their gates (B, 1, D), video first.
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc), or the `knobs` of it) → both normalised and steered, and their gates
+    (B, 1, D), video first.
 
     Source: Yang et al. 2024 (CogVideoX), "expert adaptive LayerNorm"; diffusers' ``CogVideoXLayerNormZero``.
     """
@@ -268,8 +284,12 @@ class ExpertNorm(nn.Module):
         self.linear = nn.Linear(c.time_embed_dim, 6 * c.width)
         self.norm = nn.LayerNorm(c.width, c.norm_eps, c.norm_elementwise_affine)
 
-    def forward(self, x: Tensor, text: Tensor, cond: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        for_video, for_text = split_mods(self.linear(F.silu(cond)), 2)
+    def knobs(self, cond: Tensor | list[Mod]) -> list[Mod]:
+        """Of video and text, from cond (B, Dc); those made ahead pass unchanged."""
+        return cond if isinstance(cond, list) else split_mods(self.linear(F.silu(cond)), 2)
+
+    def forward(self, x: Tensor, text: Tensor, cond: Tensor | list[Mod]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        for_video, for_text = self.knobs(cond)
         return steer(self.norm(x), for_video), steer(self.norm(text), for_text), for_video.gate, for_text.gate
 
 
@@ -277,7 +297,8 @@ class ExpertNorm(nn.Module):
 class CogVideoXBlock(nn.Module):
     """Attention, then a feed-forward network, each over text and video in one row with shared weights.
 
-    forward(x (B, N, D), text (B, M, D), cond (B, Dc), mask and rope over M + N tokens, text first) → x and text anew.
+    forward(x (B, N, D), text (B, M, D), cond (B, Dc), or the `knobs` of it, mask and rope over M + N tokens, text first) →
+    x and text anew.
     """
 
     def __init__(self, c: CogVideoXConfig):
@@ -287,16 +308,21 @@ class CogVideoXBlock(nn.Module):
         self.attn = SelfAttention(c.width, c.num_attention_heads, "layer", **heads)
         self.ff = FeedForward(c.width)
 
+    def knobs(self, cond: Tensor) -> tuple[list[Mod], list[Mod]]:
+        """Of both norms, from cond (B, Dc)."""
+        return self.norm1.knobs(cond), self.norm2.knobs(cond)
+
     def forward(self, x, text, cond, mask=None, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         attend, m = partial(self.attn, mask=mask, rope=rope), text.shape[1]
-        for norm, layer in ((self.norm1, attend), (self.norm2, self.ff)):
-            h, h_text, gate, text_gate = norm(x, text, cond)
+        for_attn, for_ff = cond if isinstance(cond, tuple) else (cond, cond)
+        for norm, layer, knobs in ((self.norm1, attend, for_attn), (self.norm2, self.ff, for_ff)):
+            h, h_text, gate, text_gate = norm(x, text, knobs)
             both = layer(torch.cat([h_text, h], dim=1))  # (B, M + N, D)
             x, text = torch.addcmul(x, gate, both[:, m:]), torch.addcmul(text, text_gate, both[:, :m])
         return x, text
 
 
-# %%
+# %% tags=["hide"]
 def redraw(module: nn.Module) -> nn.Module:
     """Every weight anew, so that no norm is one and no bias zero: outputs of order one."""
     for weight in module.requires_grad_(False).parameters():
@@ -324,14 +350,14 @@ outs = [torch.cat(block(row[:, m:], row[:, :m], cond)[::-1], dim=1) for m in (5,
 assert torch.allclose(*outs, atol=1e-5)  # one set of knobs: text and video share every weight
 
 # %% [markdown] lang="zh"
-# ## 对照表
+# ## 对照表与网络
 #
-# 名字大多一一对应。要动手脚的只有两头：diffusers 输出的每个图块是通道在前，我们是通道在后，所以把最后一层的行重排；1.5 的入口也一样，重排的是列。
+# 名字大多一一对应，动手脚的只有两头：diffusers 输出的每个图块通道在前，我们在后，所以重排最后一层的行；1.5 的入口重排列。网络收尾有两个带权重的 LayerNorm，紧挨着，都要。`forward` 收 $(B, C, T, H, W)$；diffusers 的流水线帧在前，`as_diffusers` 转一下轴，旋转表用它给的。
 
-# %% [markdown] lang="en" twin="fe136c4d"
-# ## The key map
+# %% [markdown] lang="en" twin="00000000"
+# ## The key map and the network
 #
-# Most names have one counterpart. Only the two ends change: diffusers' output patches have channels first, ours have them last, so the last layer's rows change places; at 1.5's entrance the columns do.
+# Most names have one counterpart; only the two ends change. diffusers' output patches have channels first, ours last, so the last layer's rows change places; at 1.5's entrance the columns do. The network ends in two LayerNorms with weights, one behind the other; both count. `forward` takes $(B, C, T, H, W)$; diffusers' pipeline puts frames first, so `as_diffusers` turns the axes, and uses the rotations it is given.
 
 
 # %% tags=["export"]
@@ -361,17 +387,6 @@ def cogvideox_keys(config: CogVideoXConfig) -> KeyMap:
     return KeyMap(names | {"out": "proj_out"}, changes)
 
 
-# %% [markdown] lang="zh"
-# ## 网络
-#
-# 收尾有两个带权重的 LayerNorm，紧挨着，都要。`forward` 收我们的布局 $(B, C, T, H, W)$；diffusers 的流水线帧在前，`as_diffusers` 转一下轴，旋转表就用它给的。
-
-# %% [markdown] lang="en" twin="75b5e2ad"
-# ## The network
-#
-# At the end stand two LayerNorms with weights, one right behind the other; both count. `forward` takes our layout $(B, C, T, H, W)$; diffusers' pipeline puts frames first, so `as_diffusers` turns the axes, and uses the rotations that it is given.
-
-
 # %% tags=["export"]
 class CogVideoX(nn.Module):
     """CogVideoX from text (2B, 5B, 1.5): v-prediction of video latents; the order of arguments is that of `DiT`.
@@ -386,52 +401,57 @@ class CogVideoX(nn.Module):
         super().__init__()
         self.config, c, width = config, config, config.width
         pt, ph, pw = self.patch = (c.patch_size_t or 1, c.patch_size, c.patch_size)
+        self.min_multiple = c.patch_size  # latent height and width must be multiples of this; frames of patch[0]
         self.video_in = nn.Linear(pt * ph * pw * c.in_channels, width, bias=c.patch_bias or c.patch_size_t is not None)
-        self.text_in = nn.Linear(c.text_embed_dim, width)
-        self.time_in = TimestepEmbedder(c.time_embed_dim, frequency_dim=width)
+        self.text_in, self.time_in = nn.Linear(c.text_embed_dim, width), TimestepEmbedder(c.time_embed_dim, width)
         self.blocks = nn.ModuleList(CogVideoXBlock(c) for _ in range(c.num_layers))
         norms = (nn.LayerNorm(width, c.norm_eps, c.norm_elementwise_affine) for _ in range(2))
         self.final_norms, self.final_knobs = nn.Sequential(*norms), nn.Linear(c.time_embed_dim, 2 * width)
         self.out = nn.Linear(width, pt * ph * pw * (c.out_channels or c.in_channels))
-
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this; latent frames of ``patch[0]``."""
-        return self.config.patch_size
-
-    def rope(self, grid: tuple[int, int, int], device=None) -> Rope:
-        """The turns of the video tokens of ``grid``: `centred_positions`, or whole numbers from 0 (1.5)."""
-        c, head = self.config, self.config.attention_head_dim
-        base = (c.sample_height // c.patch_size, c.sample_width // c.patch_size)
-        positions = centred_positions(grid, base) if c.patch_size_t is None else grid_positions(*grid)
-        return axial_rope(positions.to(device), (head // 4, 3 * head // 8, 3 * head // 8))
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, rope: Rope | None = None) -> Tensor:
         """v = √ᾱ · ε − √(1 − ᾱ) · x0, (B, C, T, H, W), at t = 0 … 999, (B,), under text (B, M, 4096).
 
         Args:
             text_mask: (B, M) bool; the family was trained without, padding is seen. pooled: unused.
-            rope: of the video tokens, where another than `rope` is wanted.
+            rope: of the video tokens, where another than `video_positions` makes is wanted.
         """
-        c, tokens = self.config, video_patchify(latents, self.patch)
-        grid = video_grid(latents.shape[2:], self.patch)
-        x, text, cond = self.video_in(tokens), self.text_in(text), self.time_in(t)
-        if c.use_rotary_positional_embeddings:
-            rope = pad_rope(self.rope(grid, x.device) if rope is None else rope, before=text.shape[1])
-        else:
-            scales = c.spatial_interpolation_scale, c.temporal_interpolation_scale
-            x = x + sincos_3d(grid, c.width, *scales, device=x.device).to(x)
-        mask = joint_mask(text_mask, x.shape[1], text_first=True)
-        for block in self.blocks:
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, rope))
+
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, rope: Rope | None = None) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, T, h, w); the rest as in `forward`."""
+        text = self.text_in(text)
+        places = rope or video_positions(self.config, video_grid(shape[1:], self.patch), text)
+        if isinstance(places, Rope):
+            places = pad_rope(places, before=text.shape[1])
+        return Conditions(text, text_mask, places, [self.time_in(t)] * (self.config.num_layers + 1))
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: v of the latents under given conditions."""
+        x, (text, mask, rope, conds) = self.video_in(video_patchify(latents, self.patch)), given
+        del given  # a table of places ends with its reader
+        if not isinstance(rope, Rope):
+            x, rope = x + rope, None
+        mask = joint_mask(mask, x.shape[1], text_first=True)
+        for block, cond in zip(self.blocks, conds):
             x, text = block(x, text, cond, mask, rope)
-        (mod,) = split_mods(self.final_knobs(F.silu(cond)), 1, gate=False)
-        return video_unpatchify(self.out(steer(self.final_norms(x), mod)), self.patch, grid)
+        x = self.out(steer(self.final_norms(x), *self.end(conds[-1])))
+        return video_unpatchify(x, self.patch, video_grid(latents.shape[2:], self.patch))
+
+    def end(self, cond: Tensor | list[Mod]) -> list[Mod]:
+        """Shift and scale before the last layer, one `Mod`, of cond (B, Dc); one made ahead passes unchanged."""
+        return cond if isinstance(cond, list) else split_mods(self.final_knobs(F.silu(cond)), 1, gate=False)
+
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, rope: Rope | None = None) -> list[Conditions]:
+        """`conditions` for all training steps ``times`` (S,), one product a layer; S · B · (all knobs) numbers."""
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, rope)
+        knobs = [block.knobs(cond) for block, cond in zip(self.blocks, given.cond)] + [self.end(given.cond[-1])]
+        return [given._replace(cond=cond) for cond in by_step(knobs, len(times))]
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, image_rotary_emb=None) -> Tensor:
         """The same under diffusers' names: latents (B, T, C, H, W), rotations (N, head_dim) with each number twice."""
         rope = None if image_rotary_emb is None else Rope(*(table[:, ::2] for table in image_rotary_emb))
-        latents = hidden_states.transpose(1, 2)
-        return self(latents, timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
+        return self(hidden_states.transpose(1, 2), timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
 
 
 # %% [markdown] lang="zh"
@@ -472,6 +492,33 @@ for name, call in calls.items():
     call, x = call | {"encoder_hidden_states": text.bfloat16()}, latents.transpose(1, 2).bfloat16()
     errors = [(network(x, **call).sample - truth).square().mean().sqrt() for network in (mine, half)]
     assert errors[0] < 1.1 * errors[1]  # in bf16 no further from the fp32 truth than diffusers itself
+
+# %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 旋钮只听时间，位置只看形状，文字的入口只看文字：走第一步之前，所有时刻的旋钮一次算好（第 13 章）。文字的键和值不行：文字和视频同在一行，每个块都改写它。
+
+# %% [markdown] lang="en"
+# ## What no latent changes
+#
+# Knobs listen to time alone, positions to the shape, the text's way in to the text: before the first step the knobs of all times are made at once (chapter 13). Keys and values of the text are not: text stands in one row with the video, and every block rewrites it.
+
+# %% tags=["check"]
+import re
+
+road, real = torch.tensor([987.0, 500.0, 3.0]), torch.arange(7) < torch.tensor([[7], [4]])
+for net in ours.values():
+    ahead = net.hoist(latents.shape[1:], road, text, real)
+    for when, given in zip(road, ahead):
+        assert torch.allclose(net.velocity(latents, given), net(latents, when.expand(2), text, real), atol=1e-5)
+weights = dict(net.requires_grad_(True).named_parameters())
+arrived = torch.autograd.grad(net.velocity(latents, given).sum(), weights.values(), allow_unused=True)
+unread = {re.sub(r"\d+", "*", name) for name, gradient in zip(weights, arrived) if gradient is None}
+net.requires_grad_(False)
+with torch.device("meta"):
+    sizes = {name: w.numel() for name, w in CogVideoX(CogVideoXConfig()).named_parameters()}
+once = sum(size for name, size in sizes.items() if re.sub(r"\d+", "*", name) in unread)
+print(f"2B: {once / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion weights are read only ahead")
 
 # %% [markdown] lang="zh"
 # ## 噪声在圆弧上
@@ -540,10 +587,10 @@ class DDIM:
     @property
     def sigmas(self) -> Tensor:
         """s = sin φ / (cos φ + sin φ) of t = 0 … 999, float64: where on the straight road the step t lies."""
-        return self.angles.sin() / (self.angles.cos() + self.angles.sin())
+        angles = self.angles
+        return angles.sin() / (angles.cos() + angles.sin())
 
 
-# %% tags=["export"]
 def ddim_timesteps(num_inference_steps: int) -> list[int]:
     """N steps of training from 999 down, 1000 / N apart ("trailing").
 
@@ -655,24 +702,28 @@ def straight_schedule(ddim: DDIM, num_inference_steps: int) -> Schedule:
     return Schedule((*ddim.sigmas[ddim_timesteps(num_inference_steps)].tolist(), 0.0))
 
 
+def nearest_steps(ddim: DDIM, s: Tensor) -> Tensor:
+    """The step of training that lies nearest to each s (B,) on the straight road: what the network is told, 0.0 … 999.0."""
+    return (ddim.sigmas.float().to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()
+
+
 def straighten(network: Callable[..., Tensor], ddim: DDIM) -> Callable[..., Tensor]:
     """A v-predicting network as a velocity on the straight road: u = k² (2s − 1) · y + k · v(k · y, t_train).
 
     k = 1 / √(s² + (1 − s)²) = cos φ + sin φ. Walk it down `straight_schedule`; guidance may come before or after.
 
     Args:
-        network: network(x, t, …) → v, t = 0 … 999. ddim: which step of training lies at which s; the nearest is taken.
+        network: network(x, t, …) → v, t = 0 … 999. ddim: says which is taken at which s, see `nearest_steps`.
 
     Returns:
         velocity(latents y (B, …), t = 1000 · s (B,), …) → (B, …) in the dtype of y; what follows t is handed on.
 
     Source: Gao et al. 2024, "Diffusion meets flow matching".
     """
-    table = ddim.sigmas.float()
 
     def velocity(latents: Tensor, t: Tensor, *condition, **more) -> Tensor:
         s = t.float() / TRAIN_STEPS
-        step = (table.to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()  # (B,)
+        step = nearest_steps(ddim, s)
         s = s.reshape(-1, *[1] * (latents.ndim - 1))
         k, y = (s**2 + (1 - s) ** 2) ** -0.5, latents.float()
         v = network((k * y).to(latents.dtype), step, *condition, **more)
@@ -725,6 +776,7 @@ def walk(y: Tensor, s: float) -> Tensor:
     return flow(y, torch.full((len(y),), 1000 * s))
 
 
+assert nearest_steps(ddims["2B"], ddims["2B"].sigmas.float()).tolist() == [*range(1000)]  # each finds itself
 for steps in (1, 5, 50):
     x = start
     for t_train, turn in ddim_turns(ddims["2B"], steps):
@@ -793,7 +845,7 @@ for name, pipe in pipes.items():
 # | --- | --- |
 # | `sincos_3d` | `embeddings.py`，`get_3d_sincos_pos_embed`，由 `CogVideoXPatchEmbed` 相加 |
 # | `centred_positions` | `pipeline_cogvideox.py`，`get_resize_crop_region_for_grid` |
-# | `rope` | `embeddings.py`，`get_3d_rotary_pos_embed` |
+# | `video_positions` | `embeddings.py`，`get_3d_rotary_pos_embed` |
 # | `ExpertNorm` | `normalization.py`，`CogVideoXLayerNormZero` |
 # | `CogVideoXBlock` | `cogvideox_transformer_3d.py`，同名；注意力在 `CogVideoXAttnProcessor2_0` |
 # | `final_norms`、`final_knobs` | `norm_final` 与 `AdaLayerNorm` |
@@ -815,7 +867,7 @@ for name, pipe in pipes.items():
 # | --- | --- |
 # | `sincos_3d` | `embeddings.py`, `get_3d_sincos_pos_embed`, added by `CogVideoXPatchEmbed` |
 # | `centred_positions` | `pipeline_cogvideox.py`, `get_resize_crop_region_for_grid` |
-# | `rope` | `embeddings.py`, `get_3d_rotary_pos_embed` |
+# | `video_positions` | `embeddings.py`, `get_3d_rotary_pos_embed` |
 # | `ExpertNorm` | `normalization.py`, `CogVideoXLayerNormZero` |
 # | `CogVideoXBlock` | `cogvideox_transformer_3d.py`, the same name; its attention in `CogVideoXAttnProcessor2_0` |
 # | `final_norms`, `final_knobs` | `norm_final` and `AdaLayerNorm` |

@@ -42,8 +42,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, key_mask, pad_rope
-from diffusion_engine.dit import FinalLayer
+from diffusion_engine.dit import Conditions, FinalLayer
+from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
+from diffusion_engine.reference.cogvideox import channels_last
+from diffusion_engine.reference.flux import PARALLEL
+from diffusion_engine.reference.sd3 import JOINT
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
@@ -140,7 +144,13 @@ for entries in ({"image_condition_type": "token_replace"}, {"in_channels": 33}, 
 
 # %% tags=["export"]
 def video_rope(grid: tuple[int, int, int], config: HunyuanVideoConfig, text_tokens: int, device=None) -> Rope:
-    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay."""
+    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay.
+
+    Raises:
+        ValueError: a grid without an axis of time.
+    """
+    if len(grid) != 3:
+        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
     rope = axial_rope(grid_positions(*grid).to(device), config.rope_axes_dim, config.rope_theta)
     return pad_rope(rope, after=text_tokens)
 
@@ -186,27 +196,17 @@ assert (rope.cos[45:] == 1).all() and (rope.sin[45:] == 0).all() and len(rope.co
 # %% [markdown] lang="zh"
 # ## 图块：进来和出去不一样
 #
-# 进来是三维卷积，`flatten_patches` 把它摊成线性层，次序 $(pt, ph, pw, C)$，正是第 14 章的。出去时 diffusers 把通道放在最前，$(C, pt, ph, pw)$：读最后一层时把行的次序换过来，网络里就只有一种次序。
+# 进来是三维卷积，`flatten_patches` 把它摊成线性层，次序 $(pt, ph, pw, C)$，正是第 14 章的。出去时 diffusers 把通道放在最前，$(C, pt, ph, pw)$：读最后一层时把行的次序换过来，用第 21 章的 `channels_last`，网络里就只有一种次序。
 
-# %% [markdown] lang="en" twin="37094740"
+# %% [markdown] lang="en" twin="00000000"
 # ## Patches: in and out differ
 #
-# In comes a 3-D convolution, which `flatten_patches` lays out as a linear layer in the order $(pt, ph, pw, C)$ of chapter 14. On the way out diffusers has channels first, $(C, pt, ph, pw)$: the last layer's rows are put in order as they are read, and the network knows one order only.
-
-
-# %% tags=["export"]
-def channels_last(rows: Tensor, channels: int) -> Tensor:
-    """Rows of a last layer from (C · pt · ph · pw, …) to (pt · ph · pw · C, …); a bias has rows alone."""
-    return rows.unflatten(0, (channels, -1)).transpose(0, 1).flatten(0, 1)
-
+# In comes a 3-D convolution, which `flatten_patches` lays out as a linear layer in the order $(pt, ph, pw, C)$ of chapter 14. On the way out diffusers has channels first, $(C, pt, ph, pw)$: chapter 21's `channels_last` puts the last layer's rows in order as they are read, and the network knows one order only.
 
 # %% tags=["check"]
-conv = nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2)).requires_grad_(False)
+conv, last = nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2)).requires_grad_(False), nn.Linear(8, 16).requires_grad_(False)
 tokens = F.linear(video_patchify(latents, (1, 2, 2)), flatten_patches(conv.weight), conv.bias)  # (2, 45, 8)
 assert torch.allclose(tokens, conv(latents).flatten(2).transpose(1, 2), atol=1e-6)
-
-# %% tags=["check"]
-last = nn.Linear(8, 16).requires_grad_(False)
 unpacked = last(tokens).reshape(2, 3, 3, 5, 4, 1, 2, 2).permute(0, 4, 1, 5, 2, 6, 3, 7)  # as diffusers unpacks
 packed = F.linear(tokens, channels_last(last.weight, 4), channels_last(last.bias, 4))
 clip = unpacked.flatten(6, 7).flatten(4, 5).flatten(2, 3)
@@ -405,38 +405,22 @@ for scale in (6.0, 5.9, 1.0):
     print(f"1000 · {scale} in bf16: {(torch.tensor(scale, dtype=torch.bfloat16) * 1000).item():.0f}")
 
 # %% [markdown] lang="zh"
-# ## 对照表
+# ## 对照表与网络
 #
-# 块里的名字和 FLUX 一样，多出来的是精炼器。三处要动手脚：分块卷积、收尾的旋钮、最后一层的行。
+# 块里的名字和 FLUX 一样，第 16、17 章的表接着用；多出来的是精炼器。三处要动手脚：分块卷积、收尾的旋钮、最后一层的行。网络和 FLUX 并排看：多了裁填充、精炼器和掩码，文字站在后面，`video_rope` 给它零角度。
 
-# %% [markdown] lang="en" twin="a5deddc5"
-# ## The key map
+# %% [markdown] lang="en" twin="00000000"
+# ## The key map and the network
 #
-# Names inside the blocks are FLUX's; the refiner is new. Three tensors change on the way: the patch convolution, the knobs of the end, the rows of the last layer.
+# Names inside the blocks are FLUX's, so the tables of chapters 16 and 17 serve again; the refiner is new. Three tensors change on the way: the patch convolution, the knobs of the end, the rows of the last layer. Beside FLUX the network has trimming, a refiner and a mask, and the text stands behind, with angles of zero from `video_rope`.
 
 
 # %% tags=["export"]
-QKV = "attn.{to_q,to_k,to_v}"
-JOINT = {
-    "image_modulation.linear": "norm1.linear",
-    "text_modulation.linear": "norm1_context.linear",
-    "attn.image.qkv": QKV,
-    "attn.image.out": "attn.to_out.0",
-    "attn.text.qkv": "attn.{add_q_proj,add_k_proj,add_v_proj}",
-    "attn.text.out": "attn.to_add_out",
-    **{f"attn.image.norm_{a}": f"attn.norm_{a}" for a in "qk"},
-    **{f"attn.text.norm_{a}": f"attn.norm_added_{a}" for a in "qk"},
-    **{f"image_ff.{i}": f"ff.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-    **{f"text_ff.{i}": f"ff_context.net.{name}" for i, name in {0: "0.proj", 2: "2"}.items()},
-}
-PARALLEL = {"modulation.linear": "norm.linear", "stream.qkv": QKV, "ff_in": "proj_mlp", "out": "proj_out"}
-PARALLEL |= {"stream.norm_q": "attn.norm_q", "stream.norm_k": "attn.norm_k"}
-REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.qkv": QKV}
-REFINER |= {"attn.stream.out": "attn.to_out.0", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
+REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.out": "attn.to_out.0"}
+REFINER |= {"attn.stream.qkv": "attn.{to_q,to_k,to_v}", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
 EMBEDDERS = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
 
 
-# %% tags=["export"]
 def hunyuan_video_keys(config: HunyuanVideoConfig) -> KeyMap:
     """Where each tensor of `HunyuanVideo` lies in diffusers' checkpoint."""
     names = {"image_in": "x_embedder.proj", "refiner.text_in": "context_embedder.proj_in"}
@@ -455,15 +439,14 @@ def hunyuan_video_keys(config: HunyuanVideoConfig) -> KeyMap:
     return KeyMap(names, changes | {"final.linear": partial(channels_last, channels=config.in_channels)})
 
 
-# %% [markdown] lang="zh"
-# ## 网络
-#
-# 和 FLUX 并排看：多了裁填充、精炼器和掩码，文字站在后面，`video_rope` 给它零角度。两个入口，`forward` 和 `as_diffusers`，都走进 `run`。
-
-# %% [markdown] lang="en" twin="04a058bc"
-# ## The network
-#
-# Put it beside FLUX: there is trimming, a refiner and a mask, and the text stands behind, with angles of zero from `video_rope`. Both ways in, `forward` and `as_diffusers`, lead to `run`.
+# %% tags=["export"]
+def run_as_diffusers(
+    model, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, guidance=None
+) -> Tensor:
+    """`HunyuanVideo` under diffusers' names; timestep is t, guidance 1000 · w, not read without an embedder."""
+    scale, shape = guidance if model.config.guidance_embeds else None, hidden_states.shape[1:]
+    rest = encoder_hidden_states, encoder_attention_mask.bool(), pooled_projections, scale
+    return model.velocity(hidden_states, model.conditions(shape, timestep.float(), *rest, unit=1))
 
 
 # %% tags=["export"]
@@ -473,11 +456,12 @@ class HunyuanVideo(nn.Module):
     Source: Kong et al. 2024; Tencent, HunyuanVideo ``models.py``; diffusers ``transformer_hunyuan_video.py``.
     """
 
-    Config, key_map = HunyuanVideoConfig, staticmethod(hunyuan_video_keys)
+    Config, key_map, as_diffusers = HunyuanVideoConfig, staticmethod(hunyuan_video_keys), run_as_diffusers
 
     def __init__(self, config: HunyuanVideoConfig):
         super().__init__()
         self.config, c, heads = config, config, config.num_attention_heads
+        self.min_multiple = c.patch_size  # latent height and width must be multiples of this
         width, patch_dim = heads * c.attention_head_dim, c.patch_size_t * c.patch_size**2 * c.in_channels
         self.image_in, self.final = nn.Linear(patch_dim, width), FinalLayer(width, patch_dim)
         self.refiner = TokenRefiner(c.text_embed_dim, width, heads, c.num_refiner_layers)
@@ -486,40 +470,38 @@ class HunyuanVideo(nn.Module):
         self.joint_blocks = nn.ModuleList(JointBlock(width, heads) for _ in range(c.num_layers))
         self.parallel_blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(c.num_single_layers))
 
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this."""
-        return self.config.patch_size
-
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, F, H, W) at t = 1000 · σ, (B,), under text (B, M, 4096), pooled (B, 768), guidance w, (B,)."""
-        return self.run(latents, t, text, text_mask, pooled, None if guidance is None else 1000 * guidance.float())
+        return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, guidance))
 
-    def run(self, latents, t, text, text_mask, pooled, guidance) -> Tensor:
-        """`forward` with guidance as 1000 · w."""
+    def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None, unit: float = 1000) -> Conditions:
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); ``unit`` · guidance is embedded."""
         if (guidance is None) != (self.guidance_in is None):
             wants = "a scale such as 6.0 per sample" if guidance is None else "None: it has no embedder for it"
             raise ValueError(f"guidance is {'missing' if guidance is None else 'given'}; this checkpoint wants {wants}")
-        grid = video_grid(latents.shape[2:], self.config.patch)
-        x, (text, mask) = self.image_in(video_patchify(latents, self.config.patch)), trim_padding(text, text_mask)
+        text, mask = trim_padding(text, text_mask)
         text, cond = self.refiner(text, t, mask), self.time_in(t) + self.pooled_in(pooled)
         if guidance is not None:
-            cond = cond + self.guidance_in(guidance.float())
-        rope = video_rope(grid, self.config, text.shape[1], x.device)
+            cond = cond + self.guidance_in(unit * guidance.float())
+        rope = video_rope(video_grid(shape[1:], self.config.patch), self.config, text.shape[1], text.device)
+        return Conditions(text, mask, rope, [cond] * (len(self.joint_blocks) + len(self.parallel_blocks) + 1))
+
+    def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
+        """The rest of `forward`: velocity of the latents under given conditions."""
+        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.config.patch)), given
+        n, cond = x.shape[1], iter(cond)
+        del given  # the text that the first block rewrites ends there
         for block in self.joint_blocks:
-            x, text = block(x, text, cond, mask, rope)
-        n = x.shape[1]
+            x, text = block(x, text, next(cond), mask, rope)
         x, mask = torch.cat([x, text], dim=1), joint_mask(mask, n)  # (B, N + M, D)
         for block in self.parallel_blocks:
-            x = block(x, cond, mask, rope)
-        return video_unpatchify(self.final(x[:, :n], cond), self.config.patch, grid)
+            x = block(x, next(cond), mask, rope)
+        grid = video_grid(latents.shape[2:], self.config.patch)
+        return video_unpatchify(self.final(x[:, :n], next(cond)), self.config.patch, grid)
 
-    def as_diffusers(
-        self, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, guidance=None
-    ) -> Tensor:
-        """The same under diffusers' names; ``timestep`` is t, ``guidance`` 1000 · w, not read without an embedder."""
-        mask, scale = encoder_attention_mask.bool(), guidance if self.config.guidance_embeds else None
-        return self.run(hidden_states, timestep.float(), encoder_hidden_states, mask, pooled_projections, scale)
+    def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
+        """`conditions` for all times (S,), see `refine_ahead`; ``shape`` is that of the latents without the batch."""
+        return refine_ahead(self, shape, times, text, text_mask, pooled, guidance)
 
 
 # %% [markdown] lang="zh"
@@ -569,6 +551,40 @@ errors = [(network(*halves).sample - truth).square().mean().sqrt() for network i
 assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth than diffusers itself
 
 # %% [markdown] lang="zh"
+# ## 与潜变量无关的
+#
+# 旋钮和旋转照例提前（第 13 章）。精炼器虽然听时间，却不看潜变量：所有时刻的提示词排成一批，一次精炼完。块里的键和值不行：每一块都改写文字。提前之后没有人再读的权重，占四分之一以上。
+
+# %% [markdown] lang="en"
+# ## What no latent changes
+#
+# Knobs and turns go ahead as ever (chapter 13). The refiner listens to the time, yet looks at no latent: the prompts of all times stand in one batch and are refined in one go. Keys and values inside the blocks cannot: every block rewrites the text. More than a quarter of the weights is read by nobody afterwards.
+
+
+# %% tags=["export"]
+def refine_ahead(model: nn.Module, shape, times, text, text_mask, pooled, guidance) -> list[Conditions]:
+    """`conditions` for all times (S,) at once, equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
+
+    Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
+    """
+    many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in (text, text_mask, pooled, guidance)]
+    given = model.conditions(shape, times.repeat_interleave(len(text)), *many)
+    cond = given.cond[-1]  # (S · B, D)
+    knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in model.joint_blocks]
+    knobs += [*(block.modulation(cond) for block in model.parallel_blocks), model.final.knobs(cond)]
+    rows = by_step((given.text, given.text_mask, knobs), len(times))
+    return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]
+
+
+# %% tags=["check"]
+road = torch.tensor([987.6, 500.0, 3.2])
+for name, scale in (("plain", None), ("distilled", w)):
+    ahead = ours[name].hoist(latents.shape[1:], road, text, real, pooled, scale)
+    for when, given in zip(road, ahead):
+        expected = ours[name](latents, when.expand(2), text, real, pooled, scale)
+        assert torch.allclose(ours[name].velocity(latents, given), expected, atol=1e-5)  # as without, each time
+
+# %% [markdown] lang="zh"
 # ## 住进 HunyuanVideoPipeline
 #
 # 流水线照跑，只换 `transformer`，连一个很小的视频 VAE 也带上：3 帧潜变量解成 9 帧。然后是我们自己的循环：第 02 章的噪声表，移位 7，第 10 章的 `denoise`。引导已经在网络里，每步只跑一遍。
@@ -604,11 +620,18 @@ noise = initial_noise([7], (4, 3, 6, 10))
 step = lambda x, sigma: net(x, torch.tensor([1000 * sigma]), text[:1], real[:1], pooled[:1], w[:1])  # noqa: E731
 assert (denoise(step, noise, schedule).latents - latents_of_theirs).abs().max() < 1e-4
 
-# %%
+# %% tags=["hide"]
+import re
+
+weights = dict(net.requires_grad_(True).named_parameters())
+arrived = torch.autograd.grad(net.velocity(latents, given).sum(), weights.values(), allow_unused=True)
+unread = {re.sub(r"\d+", "*", name) for name, gradient in zip(weights, arrived) if gradient is None}
+net.requires_grad_(False)
 with torch.device("meta"):
-    full = HunyuanVideo(HunyuanVideoConfig())
-count, tokens = sum(weight.numel() for weight in full.parameters()) / 1e9, 33 * 45 * 80 + 256
-print(f"{count:.2f} billion weights, {2 * count:.1f} GB in bf16")
+    sizes = {name: weight.numel() for name, weight in HunyuanVideo(HunyuanVideoConfig()).named_parameters()}
+once = sum(size for name, size in sizes.items() if re.sub(r"\d+", "*", name) in unread) / 1e9
+count, tokens = sum(sizes.values()) / 1e9, 33 * 45 * 80 + 256
+print(f"{count:.2f} billion weights, {2 * count:.1f} GB in bf16; {once:.2f} billion of them are read only ahead")
 print(f"129 frames of 720p with their text: {tokens} tokens")
 print(f"a mask of all pairs {tokens**2 / 1e9:.1f} GB, one row {tokens / 1e3:.0f} kB")
 

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.memory_manager import PeakMeter, format_bytes
+from diffusion_engine.optimizations import PromptTable
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
 from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
@@ -170,17 +171,13 @@ class Parts:
     Args:
         folder: as diffusers' ``save_pretrained`` writes it. name: of the family.
         device, dtype: of every part. offload: let the others go when another is asked for, so that the largest part
-            decides how much memory is needed, and not the sum.
+            decides how much memory is needed, and not the sum. hoist: the transformer makes once, for all steps, what
+            looks at no latent; equal to 1e-5.
     """
 
-    def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload: bool = False):
-        self.folder, self.family, self.device, self.dtype, self.offload = (
-            Path(folder),
-            FAMILIES[name],
-            device,
-            dtype,
-            offload,
-        )
+    def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload=False, hoist=False):
+        self.folder, self.family, self.device, self.dtype = Path(folder), FAMILIES[name], device, dtype
+        self.offload, self.hoist = offload, hoist
         self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
@@ -331,12 +328,12 @@ assert small.within(FAMILIES["flux"]) == replace(small, guidance=3.5, frames=1) 
 # %% [markdown] lang="zh"
 # ## 循环
 #
-# 第 10 章的 `generate` 原样拿来：给它编码、速度、解码三个函数。速度里是第 08 章的引导，再里面是我们的变换器。时间和潜变量一直是 fp32，进变换器才换精度。
+# 第 10 章的 `generate` 原样拿来：给它编码、速度、解码三个函数。速度里是第 08 章的引导，再里面是我们的变换器。时间和潜变量一直是 fp32，进变换器才换精度。打开 `hoist`，与潜变量无关的，变换器在第一步之前全部算好，和第 13 章一样。
 
 # %% [markdown] lang="en" twin="a2149920"
 # ## The loop
 #
-# `generate` of chapter 10 serves as it is: hand it three functions, for encoding, velocity and decoding. Inside the velocity is the guidance of chapter 08, and inside that our transformer. Time and latents stay fp32; precision changes at the transformer's door.
+# `generate` of chapter 10 serves as it is: hand it three functions, for encoding, velocity and decoding. Inside the velocity is the guidance of chapter 08, and inside that our transformer. Time and latents stay fp32; precision changes at the transformer's door. With `hoist` the transformer makes all that looks at no latent before the first step, as in chapter 13.
 
 
 # %% tags=["export"]
@@ -348,10 +345,23 @@ def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, Prompt
     return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
 
 
-def network(parts: Parts, guidance: float) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
-    """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside."""
-    family, vae = parts.family, read_json(parts.folder / "vae" / "config.json")
-    velocity = family.network(lambda *given, **more: parts.get("transformer")(*given, **more), parts.folder)
+def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
+    """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside.
+
+    Args:
+        sigmas: (S,), the noise levels that it will be asked at; read where ``parts.hoist`` is on.
+    """
+    family, vae, made = parts.family, read_json(parts.folder / "vae" / "config.json"), PromptTable()
+    times = family.times(parts.folder, sigmas)
+
+    def run(x: Tensor, t: Tensor, *prompt: Tensor | None, **more) -> Tensor:
+        net = parts.get("transformer")
+        if not parts.hoist:
+            return net(x, t, *prompt, **more)
+        ahead = lambda: dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))  # noqa: E731
+        return net.velocity(x, made.get(tuple(y for y in prompt if y is not None), ahead)[t[0].item()])
+
+    velocity = family.network(run, parts.folder)
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
@@ -375,12 +385,15 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
     order = order.within(parts.family)
     shape, tokens = latent_shape(parts, order)
     scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
+    schedule = parts.family.schedule(parts.folder, order.steps, tokens)
     return generate(
         [order.prompt],
         [order.seed],
-        parts.family.schedule(parts.folder, order.steps, tokens),
+        schedule,
         encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
-        velocity=lambda condition: guided_velocity(network(parts, order.guidance), *condition, scale),
+        velocity=lambda condition: guided_velocity(
+            network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
+        ),
         decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
         shape=shape,
         device=parts.device,
@@ -396,6 +409,11 @@ results = {name: draw(Parts(folder, name), orders[name]) for name, folder in fol
 for name, result in results.items():
     frames = f"{len(result.images)} of {result.images[0].size}"
     print(f"{name:14}latents {tuple(result.latents.shape)}, {result.step} steps, pictures: {frames}")
+
+# %% tags=["check"]
+for name, folder in folders.items():
+    ahead = draw(Parts(folder, name, hoist=True), orders[name]).latents
+    assert torch.allclose(ahead, results[name].latents, atol=1e-4) and ahead.std() > 0.1, name
 
 # %% tags=["hide"]
 from course.figures import image_grid

@@ -294,13 +294,18 @@ def pays_after(warmup: float, fast: Timing, slow: Timing) -> int | None:
 
 
 def dtypes(bench: Bench) -> dict:
-    """Two steps in bf16 against fp32; on a machine without bf16 instructions it is emulated, and slow."""
+    """Two steps in bf16 against fp32, emulated where the machine has no bf16 instructions, and multiplied in fp32."""
     bench.now("bf16")
     half = TextToImage.from_pretrained(device="cpu", dtype="bfloat16")
-    run = lambda engine: engine(PROMPT, num_inference_steps=2)  # noqa: E731
-    timings = take_turns(lambda: run(half), lambda: run(bench.engine), repeats=5, warmup=1)
-    difference = (run(half).latents - run(bench.engine).latents).abs().max()
-    return {"bf16_over_fp32": kept(ratio(*timings), 3), "max_abs_difference": float(f"{difference:.1e}")}
+    run = lambda engine, **switches: engine(PROMPT, num_inference_steps=2, **switches)  # noqa: E731
+    ways = (lambda: run(half), lambda: run(half, upcast=True), lambda: run(bench.engine))
+    plain, upcast, full = take_turns(*ways, repeats=5, warmup=1)
+    off = [float(f"{(way().latents - ways[2]().latents).abs().max():.1e}") for way in ways[:2]]
+    return {
+        "bf16_over_fp32": kept(ratio(plain, full), 3),
+        "upcast_over_fp32": kept(ratio(upcast, full), 3),
+        **dict(zip(("max_abs_difference", "upcast_max_abs_difference"), off)),
+    }
 
 
 def roofline_points(bench: Bench) -> dict:
@@ -415,7 +420,8 @@ def markdown(found: dict) -> list[str]:
         f"`torch.compile` on the blocks: {shown(compiled['ratio'])} of the time once warm, warm-up "
         f"{compiled['warmup_seconds']:.0f} s, earned back after {f'{pays:,} steps' if pays else 'no number of steps'}; "
         f"largest difference {compiled['max_abs_difference']:.0e}. bf16 over fp32: "
-        f"{shown(found['dtypes']['bf16_over_fp32'])} (above 1 where the machine has no bf16 instructions).",
+        f"{shown(found['dtypes']['bf16_over_fp32'])} (above 1 where the machine has no bf16 instructions), with `upcast` "
+        f"{shown(found['dtypes']['upcast_over_fp32'])}.",
         "",
     ]
     return lines + table(

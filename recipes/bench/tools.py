@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -123,21 +124,29 @@ def count_flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def linear_products(module: nn.Module, forward: Callable[[], object]) -> Callable[[], None]:
-    """A run of a module's linear layers alone, each on its own input shape, with nothing between them."""
-    calls, hooks = [], []
+def products(module: nn.Module, forward: Callable[[], object]) -> Callable[[], None]:
+    """A run of a module's linear layers and fused attention alone, on their own shapes, with nothing between them."""
+    layers, attends, hooks, fused = [], [], [], F.scaled_dot_product_attention
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
-            keep = lambda layer, inputs, _: calls.append((torch.randn_like(inputs[0]), layer))  # noqa: E731
+            keep = lambda layer, inputs, _: layers.append((torch.randn_like(inputs[0]), layer))  # noqa: E731
             hooks.append(layer.register_forward_hook(keep))
-    forward()
+
+    def keep_attention(*tensors: Tensor, **options) -> Tensor:
+        attends.append(([torch.randn_like(x) for x in tensors], options))
+        return fused(*tensors, **options)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", keep_attention):
+        forward()
     for hook in hooks:
         hook.remove()
 
     @torch.inference_mode()
     def run() -> None:
-        for x, layer in calls:
+        for x, layer in layers:
             F.linear(x, layer.weight, layer.bias)
+        for tensors, options in attends:
+            fused(*tensors, **options)
 
     return run
 

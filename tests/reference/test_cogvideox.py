@@ -217,6 +217,63 @@ def test_batch_is_single(folders):
         assert torch.allclose(model(*args), alone, atol=1e-5)
 
 
+TIMES = torch.tensor([987.0, 500.0, 3.0])
+
+
+def asked(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple]:
+    """Latents of two clips, not square, four frames; text and mask."""
+    rng = torch.Generator().manual_seed(6)
+    x, text = torch.randn(2, 4, 4, 4, 6, generator=rng).to(dtype), torch.randn(2, 7, 20, generator=rng).to(dtype)
+    return x, (text, torch.arange(7) < torch.tensor([[7], [3]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hoisted_is_forward_at_every_time(name, folders):
+    net, (x, words) = reference.from_pretrained(folders[name]), asked()
+    for rest in (words, words[:1]):
+        ahead = net.hoist(x.shape[1:], TIMES, *rest)
+        for t, given in zip(TIMES, ahead, strict=True):
+            assert torch.allclose(net.velocity(x, given), net(x, t.expand(2), *rest), atol=1e-5)
+        assert all(given.text is ahead[0].text and given.positions is ahead[0].positions for given in ahead)
+        plain = net.conditions(x.shape[1:], TIMES[:2], *rest)
+        assert torch.equal(net.velocity(x, plain), net(x, TIMES[:2], *rest))
+        assert all(cond is plain.cond[0] for cond in plain.cond)  # nothing is made ahead that a block makes
+
+
+def test_given_rotations_go_ahead(folders):
+    from diffusion_engine.attention import axial_rope, grid_positions
+
+    net, (x, words) = reference.from_pretrained(folders["cogvideox-5b"]), asked()
+    rope = axial_rope(7 + 2 * grid_positions(4, 2, 3), (8, 12, 12))
+    ahead = net.hoist(x.shape[1:], TIMES, *words, rope=rope)
+    assert torch.allclose(net.velocity(x, ahead[1]), net(x, TIMES[1].expand(2), *words, rope=rope), atol=1e-5)
+    assert not torch.allclose(net.velocity(x, ahead[1]), net(x, TIMES[1].expand(2), *words), atol=1e-3)
+
+
+def test_a_step_makes_no_knob(folders):
+    """One product a layer for all times ahead, none of them in a step."""
+    net, (x, words), rows = reference.from_pretrained(folders["cogvideox-2b"]), asked(), []
+    every = [net.time_in, net.final_knobs, *(n.linear for b in net.blocks for n in (b.norm1, b.norm2))]
+    hooks = [m.register_forward_hook(lambda m, args, out: rows.append(len(out))) for m in [net.text_in, *every]]
+    ahead = net.hoist(x.shape[1:], TIMES, *words)
+    assert sorted(rows) == [2] + [6] * len(every)
+    rows.clear()
+    net.velocity(x, ahead[2])
+    assert not rows
+    for hook in hooks:
+        hook.remove()
+
+
+def test_half_precision_keeps_its_dtype_ahead(folders):
+    for name in NAMES:
+        net, (x, words) = reference.from_pretrained(folders[name], dtype=torch.bfloat16), asked(torch.bfloat16)
+        exact, (x32, words32) = reference.from_pretrained(folders[name]), asked()
+        for t, given in zip(TIMES, net.hoist(x.shape[1:], TIMES, *words)):
+            found, truth = net.velocity(x, given), exact(x32, t.expand(2), *words32)
+            assert found.dtype == given.text.dtype == given.cond[0][1][0].gate.dtype == torch.bfloat16
+            assert (found - truth).abs().mean() < 1.2 * (net(x, t.expand(2), *words) - truth).abs().mean() + 1e-3
+
+
 def test_sizes_that_do_not_fit_are_named(folders):
     model, text = reference.from_pretrained(folders["cogvideox-1.5"]), torch.zeros(1, 7, 20)
     for shape, needle in (((3, 4, 6), "frames 3.*2 or 4"), ((2, 5, 6), "height 5.*4 or 6"), ((2, 4, 7), "width 7")):
@@ -228,20 +285,19 @@ def test_sizes_that_do_not_fit_are_named(folders):
 
 def test_models_that_are_not_built():
     for entries, needle in (
-        ({"ofs_embed_dim": 512}, "ofs_embed_dim 512"),
-        (COG5 | {"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True"),
-        ({"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True"),
         ({"activation_fn": "geglu"}, "'geglu'.*'gelu-approximate'"),
         ({"timestep_activation_fn": "gelu"}, "'silu'"),
         ({"flip_sin_to_cos": False}, "flip_sin_to_cos False"),
-        ({"freq_shift": 1}, "freq_shift 1"),
         (COG5 | {"attention_head_dim": 24}, "attention_head_dim 24.*16"),
         ({"attention_head_dim": 20, "num_attention_heads": 3}, "width 60.*48"),
     ):
         with pytest.raises(ValueError, match=needle):
             CogVideoXConfig(**entries)
-    with pytest.raises(ValueError, match="use_new_trick"):
-        read_config(CogVideoXConfig, {"use_new_trick": True})
+    unknown = {"ofs_embed_dim": 512, "use_learned_positional_embeddings": True, "freq_shift": 1, "use_new_trick": True}
+    for name, value in unknown.items():
+        with pytest.raises(ValueError, match=f"{name} to {value}, which is unknown here"):
+            read_config(CogVideoXConfig, COG5 | {name: value})
+    assert read_config(CogVideoXConfig, {**COG5, "ofs_embed_dim": None, "freq_shift": 0}) == CogVideoXConfig(**COG5)
 
 
 def test_a_checkpoint_of_other_sizes_is_a_clear_error(folders, tmp_path):

@@ -116,6 +116,59 @@ def test_one_prompt_runs_without_a_mask(model, monkeypatch):
     assert all(mask.shape[-2] == 1 for mask in seen)  # never a mask of all pairs
 
 
+# --- what no latent changes ------------------------------------------------------------------------------------------
+
+TIMES = torch.tensor([987.6, 500.0, 3.2])
+MASKS = {"none": None, "all real": torch.ones(2, 8).bool(), "right": torch.arange(8) < torch.tensor([[3], [6]])}
+MASKS["gaps"] = torch.tensor([[True, False] * 4, [False, False, True, True] * 2])
+
+
+def asked(scale: bool, mask: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple]:
+    """Latents of two clips, not square, three frames; what `conditions` takes after the time."""
+    batch = inputs(6)
+    words = batch["text"].to(dtype), mask, batch["pooled"].to(dtype), batch["guidance"] if scale else None
+    return batch["latents"].to(dtype), words
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["hunyuan-video", "hunyuan-video-plain"])
+def test_hoisted_is_forward_at_every_time(name, mask, folders):
+    net, (x, words) = reference.from_pretrained(folders[name]), asked(name == "hunyuan-video", MASKS[mask])
+    ahead = net.hoist(x.shape[1:], TIMES, *words)
+    for t, ready in zip(TIMES, ahead, strict=True):
+        assert torch.allclose(net.velocity(x, ready), net(x, t.expand(2), *words), atol=1e-5)
+        assert (ready.text_mask is None) == (mask in ("none", "all real"))
+    assert all(ready.positions is ahead[0].positions for ready in ahead)
+    plain = net.conditions(x.shape[1:], TIMES[:2], *words)
+    assert torch.equal(net.velocity(x, plain), net(x, TIMES[:2], *words))
+    assert all(cond is plain.cond[0] for cond in plain.cond)  # nothing is made ahead that a block makes
+
+
+def test_a_step_makes_no_knob_and_refines_no_word(model):
+    """One batch through the refiner and one product a layer for all times ahead, none of them in a step."""
+    (x, words), rows = asked(True, MASKS["right"]), []
+    every = [model.refiner, model.time_in, model.guidance_in, model.pooled_in, model.final.modulation]
+    every += [m.linear for block in model.joint_blocks for m in (block.image_modulation, block.text_modulation)]
+    every += [block.modulation.linear for block in model.parallel_blocks]
+    hooks = [m.register_forward_hook(lambda m, args, out: rows.append(len(out))) for m in every]
+    ahead = model.hoist(x.shape[1:], TIMES, *words)
+    assert rows == [6] * len(every)
+    rows.clear()
+    model.velocity(x, ahead[2])
+    assert not rows
+    for hook in hooks:
+        hook.remove()
+
+
+def test_half_precision_keeps_its_dtype_ahead(model, folders):
+    net = reference.from_pretrained(folders["hunyuan-video"], dtype=torch.bfloat16)
+    (x, words), (x32, words32) = asked(True, MASKS["right"], torch.bfloat16), asked(True, MASKS["right"])
+    for t, ready in zip(TIMES, net.hoist(x.shape[1:], TIMES, *words)):
+        found, truth = net.velocity(x, ready), model(x32, t.expand(2), *words32)
+        assert found.dtype == ready.text.dtype == ready.cond[0][0][0].gate.dtype == torch.bfloat16
+        assert (found - truth).abs().mean() < 1.2 * (net(x, t.expand(2), *words) - truth).abs().mean() + 1e-3
+
+
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +241,7 @@ def test_sizes_that_no_patch_divides(model):
     assert model.min_multiple == 2
     with pytest.raises(ValueError, match="height 5 is not a multiple of patch 2; try 4 or 6"):
         model(**inputs(h=5))
-    with pytest.raises(ValueError, match=r"expected \(B, C, F, H, W\)"):
+    with pytest.raises(ValueError, match=r"expected as \(B, C, F, H, W\)"):
         model(**inputs() | {"latents": torch.zeros(2, 4, 4, 6)})
 
 
@@ -198,6 +251,8 @@ def test_guidance_is_wanted_or_not(model, folders):
     plain = reference.from_pretrained(folders["hunyuan-video-plain"])
     with pytest.raises(ValueError, match="guidance is given"):
         plain(**inputs())
+    with pytest.raises(ValueError, match="guidance is given"):
+        plain.hoist((4, 3, 4, 6), TIMES, inputs()["text"], None, inputs()["pooled"], inputs()["guidance"])
     with pytest.raises(ValueError, match="guidance is missing"):
         reference.drop_in(folders["hunyuan-video"])(
             inputs()["latents"], inputs()["t"], inputs()["text"], torch.ones(2, 8), inputs()["pooled"]

@@ -12,6 +12,7 @@ from reference_tiny import TINY, draw, save, their_model
 from diffusion_engine import reference
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.pipeline import denoise, initial_noise
+from diffusion_engine.reference.checkpoint import read_config
 from diffusion_engine.reference.ltx import LTXConfig, fractional_rope, ltx_positions
 from diffusion_engine.scheduler import Schedule
 from diffusion_engine.text_conditioning import PromptEmbeds
@@ -178,7 +179,6 @@ def test_time_stays_exact_in_half_precision(folder):
     [
         {"patch_size": 2},
         {"patch_size_t": 2},
-        {"norm_elementwise_affine": True},
         {"norm_eps": 1e-5},
         {"qk_norm": "rms_norm"},
         {"activation_fn": "gelu"},
@@ -190,6 +190,59 @@ def test_time_stays_exact_in_half_precision(folder):
 def test_what_is_not_built_is_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         LTXConfig(**(SIZES | change))
+
+
+def test_norms_with_weights_are_refused():
+    with pytest.raises(ValueError, match="norm_elementwise_affine to True, which is unknown here"):
+        read_config(LTXConfig, SIZES | {"norm_elementwise_affine": True})
+
+
+TIMES = torch.tensor([987.6, 500.0, 3.2])
+
+
+def asked(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple, dict]:
+    """Latents of two clips, not square, four frames; text and mask; where the clip stands."""
+    rng = torch.Generator().manual_seed(6)
+    words = draw(rng, 2, 7, 24).to(dtype), torch.arange(7) < torch.tensor([[7], [3]])
+    return draw(rng, 2, 8, 4, 2, 3).to(dtype), words, {"frame_rate": 30.0, "compression": (4, 16), "causal": True}
+
+
+@pytest.mark.parametrize("name", ["ltx", "ltx-narrow"])
+def test_hoisted_is_forward_at_every_time(name, tmp_path):
+    net, (x, words, where) = reference.from_pretrained(save(TINY[name], tmp_path)), asked()
+    ahead = net.hoist(x.shape[1:], TIMES, *words, **where)
+    for t, ready in zip(TIMES, ahead, strict=True):
+        assert torch.allclose(net.velocity(x, ready), net(x, t.expand(2), *words, **where), atol=1e-5)
+        packed = net.run(x.flatten(2).mT, ready).mT.unflatten(2, x.shape[2:])
+        assert torch.equal(packed, net.velocity(x, ready))
+    assert all(ready.text is ahead[0].text and ready.positions is ahead[0].positions for ready in ahead)
+    assert not torch.allclose(net.velocity(x, net.hoist(x.shape[1:], TIMES, *words)[0]), net.velocity(x, ahead[0]))
+    plain = net.conditions(x.shape[1:], TIMES[:2], *words, **where)
+    assert torch.equal(net.velocity(x, plain), net(x, TIMES[:2], *words, **where))
+    assert all(text is plain.text[0] for text in plain.text)  # nothing is made ahead that a block makes
+
+
+def test_a_step_makes_no_knob_and_no_key(ltx):
+    """One product a layer for all times ahead, none of them in a step."""
+    (x, words, where), rows = asked(), []
+    once, every = [ltx.text_in, *(block.cross.kv for block in ltx.blocks)], [ltx.time_in, ltx.knobs]
+    hooks = [m.register_forward_hook(lambda m, args, out: rows.append(len(out))) for m in once + every]
+    ahead = ltx.hoist(x.shape[1:], TIMES, *words, **where)
+    assert sorted(rows) == [2] * len(once) + [6] * len(every)
+    rows.clear()
+    ltx.velocity(x, ahead[2])
+    assert not rows
+    for hook in hooks:
+        hook.remove()
+
+
+def test_half_precision_keeps_its_dtypes_ahead(ltx, folder):
+    net, (x, words, where) = reference.from_pretrained(folder, dtype=torch.bfloat16), asked(torch.bfloat16)
+    x32, words32, _ = asked()
+    for t, ready in zip(TIMES, net.hoist(x.shape[1:], TIMES, *words, **where)):
+        found, truth = net.velocity(x, ready), ltx(x32, t.expand(2), *words32, **where)
+        assert found.dtype == ready.text[0][0].dtype == ready.cond[0][1].gate.dtype == torch.bfloat16
+        assert (found - truth).abs().mean() < 1.2 * (net(x, t.expand(2), *words, **where) - truth).abs().mean() + 1e-3
 
 
 def test_bad_input(ltx):

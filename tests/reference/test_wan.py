@@ -112,13 +112,65 @@ def test_old_image_files_hold_a_norm_that_nobody_reads(folders, tmp_path):
         reference.from_pretrained(tmp_path)
 
 
+# --- what no latent changes ------------------------------------------------------------------------------------------
+
+TIMES = torch.tensor([987.6, 500.0, 3.2])
+
+
+def asked(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple]:
+    """Latents of two clips, not square, five frames; text, a mask and what else `conditions` takes after the time."""
+    picture = name == "wan-image"
+    x, text = draw(rng(), 2, 12 if picture else 4, 5, 4, 6).to(dtype), draw(rng(4), 2, 9, 24).to(dtype)
+    image = (draw(rng(5), 2, 5, 20).to(dtype),) if picture else ()
+    return x, (text, torch.arange(9) < torch.tensor([[9], [4]]), None, *image)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hoisted_is_forward_at_every_time(name, folders):
+    net, (x, words) = reference.from_pretrained(folders[name]), asked(name)
+    ahead = net.hoist(x.shape[1:], TIMES, *words)
+    for t, ready in zip(TIMES, ahead, strict=True):
+        assert torch.allclose(net.velocity(x, ready), net(x, t.expand(2), *words), atol=1e-5)
+    assert all(ready.text is ahead[0].text and ready.positions is ahead[0].positions for ready in ahead)
+    assert {len(keys) for keys in ahead[0].text} == {4 if name == "wan-image" else 2}
+    plain = net.conditions(x.shape[1:], TIMES[:2], *words)
+    assert torch.equal(net.velocity(x, plain), net(x, TIMES[:2], *words))
+    assert all(text is plain.text[0] for text in plain.text)  # nothing is made ahead that a block makes
+
+
+def test_a_step_makes_no_knob_and_no_key(folders):
+    """One product a layer for all times ahead, none of them in a step."""
+    net, (x, words), rows = reference.from_pretrained(folders["wan-image"]), asked("wan-image"), []
+    once = [net.text_in, net.image_in, *(m for b in net.blocks for m in (b.cross.kv, b.cross.image_kv))]
+    every = [net.time_in, net.knobs]
+    hooks = [m.register_forward_hook(lambda m, args, out: rows.append(len(out))) for m in once + every]
+    ahead = net.hoist(x.shape[1:], TIMES, *words)
+    assert sorted(rows) == [2] * len(once) + [6] * len(every)
+    rows.clear()
+    net.velocity(x, ahead[2])
+    assert not rows
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_keeps_its_dtypes_ahead(name, folders):
+    net, (x, words) = reference.from_pretrained(folders[name], dtype=torch.bfloat16), asked(name, torch.bfloat16)
+    exact, (x32, words32) = reference.from_pretrained(folders[name]), asked(name)
+    for t, ready in zip(TIMES, net.hoist(x.shape[1:], TIMES, *words)):
+        found, truth = net.velocity(x, ready), exact(x32, t.expand(2), *words32)
+        assert found.dtype == ready.text[0][0].dtype == torch.bfloat16
+        assert ready.cond[0][0].gate.dtype == ready.cond[-1].scale.dtype == torch.float32  # as the tables are
+        assert (found - truth).abs().mean() < 1.2 * (net(x, t.expand(2), *words) - truth).abs().mean() + 1e-3
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("entries", "needle"),
     [
-        ({"pos_embed_seq_len": 514}, "first-and-last-frame"),
+        ({"pos_embed_seq_len": 514}, "pos_embed_seq_len to 514, which is unknown here"),
         ({"qk_norm": "rms_norm"}, "rms_norm_across_heads"),
         ({"qk_norm": None}, "rms_norm_across_heads"),
         ({"eps": 1e-5}, "1e-06"),
@@ -153,6 +205,8 @@ def test_inputs_that_do_not_fit(pair, folders):
     ):
         with pytest.raises(ValueError, match=needle):
             model(*call)
+    with pytest.raises(ValueError, match=r"shape \(B, 4, 2, 4\); expected"):
+        ours.hoist((4, 2, 4), TIMES, text)
     assert ours.min_multiple == 2
 
 
