@@ -86,7 +86,7 @@ def joint_mask(text_mask: Tensor | None, num_image_tokens: int, text_first: bool
 
 def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, computed in fp32: (…, D) → the same, in x's dtype."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (…, 1); no square is kept
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return (x * torch.rsqrt(length.square() / x.shape[-1] + eps)).to(x.dtype)
 
 

@@ -117,6 +117,7 @@ SWITCH_OPTIONS = {  # name → metavar, None for yes or no; and what it does
     "prompt_cache": (None, "Keep prompt embeddings; exact.  [default: yes]"),
     "hoist": (None, "Work out once, for all steps, what no latent changes; exact up to rounding."),
     "compile": (None, "Compile the blocks; the first picture waits for it."),
+    "upcast": (None, "Keep bfloat16 or float16, multiply in float32, for a CPU that lacks them."),
     "step_cache": ("X", "Guess most blocks where a step changes little, try 0.1; another picture."),
     "guidance_interval": ("LOW,HIGH", "Guide at these noise levels only, 0,1 is all; another picture."),
     "guidance_rescale": ("X", "Rescale guidance, 0 to 1; another picture."),
@@ -577,6 +578,9 @@ def reference(
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help="[default: bfloat16; float32 with --tiny]")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch a hub id that is not in the cache.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Hold one part in memory at a time.")] = False,
+    hoist: Annotated[
+        bool, typer.Option("--hoist", help="Make once, for all steps, what looks at no latent; exact up to rounding.")
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Measure each stage; also writes NAME.svg.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run diffusers beside it and print the differences.")
@@ -615,14 +619,14 @@ def reference(
         output,
         (one_of("device", device, DEVICES), dtype),
         download,
-        offload,
+        (offload, hoist),
         profile,
         compare,
         tiny,
     )
 
 
-def _reference(family, model, asked, output, where, download, offload, profile, compare, tiny) -> None:
+def _reference(family, model, asked, output, where, download, ways, profile, compare, tiny) -> None:
     """Import torch, draw, write, and say what was measured."""
     import os
     import tempfile
@@ -643,7 +647,9 @@ def _reference(family, model, asked, output, where, download, offload, profile, 
             run.write_tiny(family, room) if tiny else run.find_pipeline(model or FAMILIES[family].facts.hub, download)
         )
         device, order = choose_device(where[0]), run.Order(**asked)
-        parts = run.Parts(folder, family, device, getattr(torch, where[1]), offload)
+        parts = run.Parts(folder, family, device, getattr(torch, where[1]), *ways)
+        if parts.upcast:
+            _say("note", f"this processor has no instructions for {where[1]}: it is kept so and multiplied in float32")
         if not parts.has_encoders:
             _say("note", "the folder has no text encoders: prompt embeddings are drawn from the prompt's hash")
         total = order.within(FAMILIES[family]).steps

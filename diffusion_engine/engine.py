@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from operator import call
@@ -32,7 +32,7 @@ from diffusion_engine.model_folder import (
     load_model,
     load_part,
 )
-from diffusion_engine.optimizations import Accelerated, StepCache, compiled_blocks, knob_layers
+from diffusion_engine.optimizations import Accelerated, StepCache, Upcast, compiled_blocks
 from diffusion_engine.pipeline import Callback, Result, Stopwatch, Velocity, generate, require_finite, to_pictures
 from diffusion_engine.request import (
     DEVICES,
@@ -48,6 +48,7 @@ from diffusion_engine.request import (
 )
 from diffusion_engine.scheduler import Schedule, make_schedule
 from diffusion_engine.text_conditioning import PromptCache, PromptEmbeds, TextEncoderConfig, stack_prompts
+from diffusion_engine.transformer_block import Modulation
 from diffusion_engine.video import (
     AcceleratedVideo,
     TextRefiner,
@@ -220,22 +221,25 @@ class TextToImage:
         if resume is not None and resume.memory is not None:
             cache = copy.deepcopy(resume.memory)  # so that a result can be resumed twice
         network, shape = self.network(schedule, switches, cache), self._shape(request)
-        result = generate(
-            request.every_prompt,
-            request.seeds,
-            schedule,
-            encode=lambda prompts: tuple(self.encode(p, switches) for p in (prompts, request.every_negative)),
-            velocity=lambda condition: self.velocity(*condition, request.guidance_scale, network, schedule, switches),
-            decode=lambda z: self._decode(z, switches),
-            shape=shape,
-            device=self.device,
-            latents=self._given(latents),
-            solver=request.solver,
-            callback=callback,
-            resume=resume,
-            meter=self._meter(profile, switches),
-            buffer=LatentBuffer((len(request.seeds), *shape), device=self.device) if switches.latent_buffer else None,
-        )
+        with Upcast() if switches.upcast else nullcontext():
+            result = generate(
+                request.every_prompt,
+                request.seeds,
+                schedule,
+                encode=lambda prompts: tuple(self.encode(p, switches) for p in (prompts, request.every_negative)),
+                velocity=lambda cond: self.velocity(*cond, request.guidance_scale, network, schedule, switches),
+                decode=lambda z: self._decode(z, switches),
+                shape=shape,
+                device=self.device,
+                latents=self._given(latents),
+                solver=request.solver,
+                callback=callback,
+                resume=resume,
+                meter=self._meter(profile, switches),
+                buffer=LatentBuffer((len(request.seeds), *shape), device=self.device)
+                if switches.latent_buffer
+                else None,
+            )
         result = replace(result, request=request, memory=cache if result.cancelled else None, origin=self.origin)
         return self._signed(result)
 
@@ -271,7 +275,8 @@ class TextToImage:
     def encode(self, prompts: Sequence[str], switches: Switches = Switches()) -> PromptEmbeds:
         """Each prompt encoded alone, or taken from the cache, then stacked."""
         cache = self.prompt_cache if switches.prompt_cache else PromptCache(0)
-        return stack_prompts([cache.get(prompt, lambda p=prompt: self._encode(p)) for prompt in prompts])
+        keys = [(prompt, switches.upcast) for prompt in prompts]  # rounded elsewhere, so another entry
+        return stack_prompts([cache.get(key, lambda p=key[0]: self._encode(p)) for key in keys])
 
     def network(
         self, schedule: Schedule | None = None, switches: Switches = Switches(), cache: StepCache | None = None
@@ -354,7 +359,8 @@ class TextToImage:
         switches, width, patch = request.switches, self.dit.config.width, self.dit.config.patch
         numbers = 0
         if switches.hoist:
-            knobs = sum(layer.out_features for layer in knob_layers(self.dit))
+            layers = [part.linear for part in self.dit.modules() if isinstance(part, Modulation)]
+            knobs = sum(layer.out_features for layer in (*layers, self.dit.final.modulation))
             numbers += (request.num_inference_steps + 1) * knobs + self._hoisted_text * text_tokens * width
         if switches.step_cache is not None:
             patch = math.prod(patch) if isinstance(patch, tuple) else patch**2
@@ -421,6 +427,9 @@ class TextToImage:
                     )
         if profile and self._uncompiled(request.switches):
             message = f"compile does nothing while bytes are counted on {self.device}; leave one of the two out"
+            warnings.warn(message, EngineWarning, stacklevel=5)
+        if request.switches.upcast and (self.dtype == "float32" or self.device != "cpu"):
+            message = f"upcast does nothing in {self.dtype} on {self.device}; it is for bfloat16 and float16 on the cpu"
             warnings.warn(message, EngineWarning, stacklevel=5)
         if guidance <= 1 and any(request.negative_prompts):
             why = "that is the prompt alone" if guidance == 1 else "below 1 it even draws the picture towards itself"

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
 from diffusion_engine.text_conditioning import PromptEmbeds
-from diffusion_engine.transformer_block import JointBlock, Mod, split_mods
+from diffusion_engine.transformer_block import JointBlock, Mod
 
 
 class Timing(NamedTuple):
@@ -110,22 +110,6 @@ def weight_intensity(
     return flop_count(config, grid, text_tokens, batch) / (parameter_count(config) * itemsize)
 
 
-def knob_layers(dit: DiT) -> list[nn.Linear]:
-    """The layers that turn the condition into knobs: image and text of each joint block, each parallel block, the end."""
-    joint = [m.linear for b in dit.joint_blocks for m in (b.image_modulation, b.text_modulation)]
-    return [*joint, *(b.modulation.linear for b in dit.parallel_blocks), dit.final.modulation]
-
-
-def cut_knobs(dit: DiT, flat: Sequence[Tensor]) -> list:
-    """Outputs (B, k·D) of `knob_layers`, in that order, in the form in which blocks and final layer take them."""
-    parts, cond = iter(flat), []
-    for block in dit.joint_blocks:
-        sides = (block.image_modulation, block.text_modulation)
-        cond.append(tuple(split_mods(next(parts), side.n, side.gate) for side in sides))
-    cond += [split_mods(next(parts), block.modulation.n, block.modulation.gate) for block in dit.parallel_blocks]
-    return [*cond, next(parts).unsqueeze(1).chunk(2, dim=-1)]
-
-
 def by_step(knobs: Any, steps: int) -> list:
     """Knobs made for S · B samples at once, step after step, as S times those of B; nested in any way, None stays None."""
     if knobs is None or isinstance(knobs, Tensor):
@@ -137,8 +121,8 @@ def by_step(knobs: Any, steps: int) -> list:
 def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds) -> list[Conditions]:
     """What `DiT.velocity` reads besides the latents, for every noise level of a schedule at once; equal to 1e-5.
 
-    One product (S·B, D) × (D, all knobs) steers every block at every step; text tokens and positions are made once; a
-    mask that hides nothing is dropped. The knobs take S · B · (all knobs) numbers.
+    One product a layer, (S · B, D) × (D, its knobs), steers a block at every step; text tokens and positions are made once;
+    a mask that hides nothing is dropped. The knobs take S · B · (all knobs) numbers.
 
     Args:
         grid: of image tokens. sigmas: (S,). prompt: the B prompts of one forward.
@@ -146,13 +130,12 @@ def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds)
     Returns:
         S × `Conditions`.
     """
-    cond = dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)  # (S, B, D)
-    layers = knob_layers(dit)
-    weight, bias = (torch.cat(parts) for parts in zip(*((layer.weight, layer.bias) for layer in layers)))
-    knobs = F.linear(F.silu(cond), weight, bias)  # (S, B, all knobs)
+    cond = (dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)).flatten(0, 1)  # (S · B, D)
+    joint = [(block.image_modulation(cond), block.text_modulation(cond)) for block in dit.joint_blocks]
+    knobs = [*joint, *(block.modulation(cond) for block in dit.parallel_blocks), dit.final.knobs(cond)]
     text, mask = dit.text_in(prompt.tokens), None if bool(prompt.mask.all()) else prompt.mask
-    positions, sizes = sincos_2d(grid, dit.config.width).to(text), [layer.out_features for layer in layers]
-    return [Conditions(text, mask, positions, cut_knobs(dit, row.split(sizes, dim=-1))) for row in knobs]
+    positions = sincos_2d(grid, dit.config.width).to(text)
+    return [Conditions(text, mask, positions, row) for row in by_step(knobs, len(sigmas))]
 
 
 def hoist_text(cross: CrossAttention, text: Tensor) -> Callable[..., Tensor]:

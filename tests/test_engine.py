@@ -441,6 +441,21 @@ def test_two_threads_with_step_caches_do_not_meet(engine):
     assert all(torch.equal(a, b) for a, b in zip(alone, found))
 
 
+def test_upcast_keeps_half_the_bytes_and_comes_nearer(tiny_model, engine):
+    half = TextToImage.from_pretrained(tiny_model, dtype="bfloat16", device="cpu")
+    exact = draw(engine, "red apple").latents
+    first, plain = draw(half, "red apple", upcast=True), draw(half, "red apple")
+    again = draw(half, "red apple", upcast=True)  # the prompt cache holds both roundings by now
+    assert torch.equal(first.latents, again.latents) and first.request.switches.changed == {"upcast": True}
+    off = [float((result.latents - exact).abs().mean()) for result in (first, plain)]
+    assert half.dit.image_in.weight.dtype == torch.bfloat16 and off[0] < 1.5 * off[1]
+    for switches in ({"hoist": True}, {"batched_cfg": False}, {"attention_chunk": 3}, {"vae_batch": 1}):
+        other = draw(half, "red apple", upcast=True, **switches)
+        assert (other.latents - first.latents).abs().mean() < off[1]
+    with pytest.warns(EngineWarning, match="upcast does nothing in float32 on cpu"):
+        assert torch.equal(draw(engine, "red apple", upcast=True).latents, exact)
+
+
 def test_compiled_blocks_are_made_once_an_engine(engine, monkeypatch):
     made = []
     monkeypatch.setattr("diffusion_engine.engine.compiled_blocks", lambda: made.append(1) or operator.call)

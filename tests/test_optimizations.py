@@ -25,7 +25,6 @@ from diffusion_engine.optimizations import (
     compiled_blocks,
     hoist,
     hoist_text,
-    knob_layers,
     measure,
     multiplies,
     ratio,
@@ -56,6 +55,11 @@ def prompt(tokens: int, seed: int, batch: int = 1, hidden: int = 0) -> PromptEmb
     return PromptEmbeds(
         torch.randn(batch, tokens, 16, generator=generator), mask, torch.randn(batch, 16, generator=generator)
     )
+
+
+def knob_layers(dit: DiT) -> list[torch.nn.Linear]:
+    """Every layer that turns the condition into knobs, by its name."""
+    return [m for name, m in dit.named_modules() if name.endswith("modulation.linear") or name == "final.modulation"]
 
 
 APPLE, NOTHING = prompt(5, 1), prompt(1, 2)
@@ -141,24 +145,21 @@ def test_hoisted_velocity_is_the_velocity_at_every_level(kind, hidden):
 def test_every_modulation_is_hoisted_and_none_runs_again():
     dit, cond = make_dit(), prompt(5, 3, batch=2)
     given_ = hoist(dit, (4, 2), SCHEDULE.sigmas, cond)
-    layers = {id(layer) for layer in knob_layers(dit)}
-    named = {name for name, module in dit.named_modules() if id(module) in layers}
-    assert named == {name for name, module in dit.named_modules() if name.endswith("modulation.linear")} | {
-        "final.modulation"
-    }
     calls = []
     for module in (*knob_layers(dit), dit.time_in, dit.pooled_in, dit.text_in):
         module.register_forward_hook(lambda *_: calls.append(1))
     dit.velocity(NOISE, given_[0])
     assert not calls
+    dit(NOISE, torch.full((2,), 500.0), *cond)
+    assert len(calls) == len(knob_layers(dit)) + 3
 
 
-def test_hoisting_makes_one_product_whatever_the_number_of_steps(monkeypatch):
+def test_hoisting_makes_one_product_a_layer_whatever_the_number_of_steps():
     dit, made = make_dit(), []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr("diffusion_engine.optimizations.F.linear", lambda *a: made.append(a[0].shape) or linear(*a))
+    for layer in knob_layers(dit):
+        layer.register_forward_hook(lambda _, inputs, out: made.append(tuple(inputs[0].shape)))
     hoist(dit, (4, 2), make_schedule(50).sigmas, prompt(5, 3, batch=2))
-    assert [shape for shape in made if len(shape) == 3 and shape[0] == 51] == [(51, 2, 32)]
+    assert made == [(51 * 2, 32)] * len(knob_layers(dit))
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "multistep"])

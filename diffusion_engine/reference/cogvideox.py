@@ -32,8 +32,7 @@ class CogVideoXConfig:
     """``config.json`` of diffusers' ``CogVideoXTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: another activation, or sizes that the positions cannot share out. What is not named here, the
-            image-to-video models' entries among it, `load` refuses.
+        ValueError: the image-to-video models' entries, another activation, or sizes that the positions cannot share out.
     """
 
     num_attention_heads: int = 30
@@ -41,9 +40,12 @@ class CogVideoXConfig:
     in_channels: int = 16
     out_channels: int | None = 16
     flip_sin_to_cos: bool = True
+    freq_shift: int = 0
     time_embed_dim: int = 512
+    ofs_embed_dim: int | None = None
     text_embed_dim: int = 4096
     num_layers: int = 30
+    dropout: float = 0.0
     attention_bias: bool = True
     sample_width: int = 90
     sample_height: int = 60
@@ -59,6 +61,7 @@ class CogVideoXConfig:
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
     patch_bias: bool = True
 
     @property
@@ -67,7 +70,8 @@ class CogVideoXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        require(self, flip_sin_to_cos=True, activation_fn="gelu-approximate", timestep_activation_fn="silu")
+        require(self, flip_sin_to_cos=True, freq_shift=0, activation_fn="gelu-approximate", ofs_embed_dim=None)
+        require(self, timestep_activation_fn="silu", use_learned_positional_embeddings=False)
         name = "attention_head_dim" if self.use_rotary_positional_embeddings else "width"
         if (size := getattr(self, name)) % 16:
             raise ValueError(f"{name} {size} is not a multiple of 16, for three axes; try {max(1, size // 16) * 16}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffusion_engine.dit import unpatchify
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.reference.checkpoint import read_config, read_json
-from diffusion_engine.reference.cogvideox import DDIM, CogVideoX, straight_schedule, straighten
+from diffusion_engine.reference.cogvideox import DDIM, CogVideoX, nearest_steps, straight_schedule, straighten
 from diffusion_engine.reference.flux import Flux
 from diffusion_engine.reference.hunyuan_video import HunyuanVideo
 from diffusion_engine.reference.ltx import LTX
@@ -106,7 +106,7 @@ class Family:
 
     def extra(self, net: nn.Module, x: Tensor, guidance: float, vae: dict) -> dict:
         """What the network needs beyond latents, time and text."""
-        if getattr(net, "guidance_in", None) is None:
+        if not getattr(net.config, "guidance_embeds", False):
             return {}
         return {"guidance": torch.full((len(x),), guidance, device=x.device)}
 
@@ -248,7 +248,15 @@ class LTXFamily(Family):
     kind, pipeline = LTX, "LTXPipeline"
     transformer, vae = "LTXVideoTransformer3DModel", "AutoencoderKLLTXVideo"
     facts = Facts(
-        "Lightricks/LTX-Video", "OpenRAIL-M (0.9.5); later ones: see the model page", 1.923, 4.762, 0.419, 2048, side=32, frames=8, decoded=0
+        "Lightricks/LTX-Video",
+        "OpenRAIL-M (0.9.5); later ones: see the model page",
+        1.923,
+        4.762,
+        0.419,
+        2048,
+        side=32,
+        frames=8,
+        decoded=0,
     )
     guidance, masked, fps = 3.0, True, 25
     height, width, frames = 512, 704, 161

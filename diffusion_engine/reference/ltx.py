@@ -21,7 +21,7 @@ class LTXConfig:
     """``config.json`` of diffusers' ``LTXVideoTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: a variant that is not built here. What is not named here, norms with weights among it, `load` refuses.
+        ValueError: a variant that is not built here.
     """
 
     in_channels: int = 128
@@ -34,6 +34,7 @@ class LTXConfig:
     num_layers: int = 28
     activation_fn: str = "gelu-approximate"
     qk_norm: str = "rms_norm_across_heads"
+    norm_elementwise_affine: bool = False
     norm_eps: float = 1e-6
     caption_channels: int = 4096
     attention_bias: bool = True
@@ -46,7 +47,7 @@ class LTXConfig:
 
     def __post_init__(self):
         built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "attention_out_bias": True}
+        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
         for name, value in (built | {"cross_attention_dim": self.width}).items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")

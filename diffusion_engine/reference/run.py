@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.memory_manager import PeakMeter, format_bytes
+from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
 from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
@@ -52,17 +54,14 @@ class Parts:
     Args:
         folder: as diffusers' ``save_pretrained`` writes it. name: of the family.
         device, dtype: of every part. offload: let the others go when another is asked for, so that the largest part
-            decides how much memory is needed, and not the sum.
+            decides how much memory is needed, and not the sum. hoist: the transformer makes once, for all steps, what
+            looks at no latent; equal to 1e-5.
     """
 
-    def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload: bool = False):
-        self.folder, self.family, self.device, self.dtype, self.offload = (
-            Path(folder),
-            FAMILIES[name],
-            device,
-            dtype,
-            offload,
-        )
+    def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload=False, hoist=False):
+        self.folder, self.family, self.device, self.dtype = Path(folder), FAMILIES[name], device, dtype
+        self.offload, self.hoist = offload, hoist
+        self.upcast = torch.device(device).type == "cpu" and not multiplies(dtype)  # kept so, multiplied in fp32
         self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
@@ -182,10 +181,23 @@ def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, Prompt
     return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
 
 
-def network(parts: Parts, guidance: float) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
-    """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside."""
-    family, vae = parts.family, read_json(parts.folder / "vae" / "config.json")
-    velocity = family.network(lambda *given, **more: parts.get("transformer")(*given, **more), parts.folder)
+def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
+    """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside.
+
+    Args:
+        sigmas: (S,), the noise levels that it will be asked at; read where ``parts.hoist`` is on.
+    """
+    family, vae, made = parts.family, read_json(parts.folder / "vae" / "config.json"), PromptTable()
+    times = family.times(parts.folder, sigmas)
+
+    def run(x: Tensor, t: Tensor, *prompt: Tensor | None, **more) -> Tensor:
+        net = parts.get("transformer")
+        if not parts.hoist:
+            return net(x, t, *prompt, **more)
+        ahead = lambda: dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))  # noqa: E731
+        return net.velocity(x, made.get(tuple(y for y in prompt if y is not None), ahead)[t[0].item()])
+
+    velocity = family.network(run, parts.folder)
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
@@ -208,19 +220,23 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
     order = order.within(parts.family)
     shape, tokens = latent_shape(parts, order)
     scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
-    return generate(
-        [order.prompt],
-        [order.seed],
-        parts.family.schedule(parts.folder, order.steps, tokens),
-        encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
-        velocity=lambda condition: guided_velocity(network(parts, order.guidance), *condition, scale),
-        decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
-        shape=shape,
-        device=parts.device,
-        latents=parts.family.noise(order.seed, shape),
-        meter=meter,
-        callback=callback,
-    )
+    schedule = parts.family.schedule(parts.folder, order.steps, tokens)
+    with Upcast() if parts.upcast else nullcontext():
+        return generate(
+            [order.prompt],
+            [order.seed],
+            schedule,
+            encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
+            velocity=lambda condition: guided_velocity(
+                network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
+            ),
+            decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
+            shape=shape,
+            device=parts.device,
+            latents=parts.family.noise(order.seed, shape),
+            meter=meter,
+            callback=callback,
+        )
 
 
 def draw_theirs(parts: Parts, order: Order) -> tuple[Tensor, list]:

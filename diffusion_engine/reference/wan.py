@@ -23,8 +23,7 @@ class WanConfig:
     """``config.json`` of diffusers' ``WanTransformer3DModel``: its names, its defaults (the 14B).
 
     Raises:
-        ValueError: a variant that is not built here, or a head that three axes cannot share. What is not named here,
-            the first-and-last-frame model's entry among it, `load` refuses.
+        ValueError: a variant that is not built here, or a head that three axes cannot share.
     """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
@@ -42,6 +41,7 @@ class WanConfig:
     image_dim: int | None = None
     added_kv_proj_dim: int | None = None
     rope_max_seq_len: int = 1024
+    pos_embed_seq_len: int | None = None
 
     @property
     def width(self) -> int:
@@ -52,6 +52,8 @@ class WanConfig:
         rope_axes(self.attention_head_dim)
         if self.qk_norm != "rms_norm_across_heads" or self.eps != 1e-6:
             raise ValueError(f"qk_norm {self.qk_norm!r}, eps {self.eps}: Wan has 'rms_norm_across_heads' and 1e-06")
+        if self.pos_embed_seq_len is not None:
+            raise ValueError(f"pos_embed_seq_len {self.pos_embed_seq_len}: first-and-last-frame is not built; try None")
         if self.added_kv_proj_dim != (near := self.image_dim and self.width):
             found = f"added_kv_proj_dim {self.added_kv_proj_dim} with image_dim {self.image_dim}"
             raise ValueError(f"{found}: the image has the width of the model; try {near}")

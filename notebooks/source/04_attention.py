@@ -377,7 +377,7 @@ else:
 # %% tags=["export"]
 def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, computed in fp32: (…, D) → the same, in x's dtype."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (…, 1); no square is kept
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return (x * torch.rsqrt(length.square() / x.shape[-1] + eps)).to(x.dtype)
 
 
@@ -400,7 +400,6 @@ class RMSNormAcrossHeads(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(1, 2).flatten(-2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
-
 
 
 QKNorm = str | bool | None  # "rms" or True, "rms_across", "layer"; None or False for none

@@ -51,7 +51,7 @@ from torch.overrides import TorchFunctionMode
 from diffusion_engine.attention import CrossAttention
 from diffusion_engine.dit import Conditions, DiT, DiTConfig, flop_count, parameter_count, patch_grid, sincos_2d
 from diffusion_engine.text_conditioning import PromptEmbeds
-from diffusion_engine.transformer_block import JointBlock, Mod, split_mods
+from diffusion_engine.transformer_block import JointBlock, Mod
 
 # %% tags=["hide"]
 from functools import partial
@@ -394,31 +394,15 @@ assert jumps[0] < 1.1 * jumps[1] + 1e-4  # no seam
 # %% [markdown] lang="zh"
 # ## 外提：和潜变量无关的，只算一次
 #
-# 循环里不变的东西要提到循环外（外提，hoisting）。走第一步之前，全部时刻都已知道：每个块在每一步的旋钮 $W\,\mathrm{SiLU}(c_k)$ 拼成**一次**矩阵乘法，$(S \cdot B, D) \times (D, \Sigma)$；文本的入口投影和位置表也只做一次。这批权重不再每步重读；FLUX 有四分之一的权重是为这一个向量准备的。
+# 循环里不变的东西要提到循环外（外提，hoisting）。走第一步之前，全部时刻都已知道：一个块在所有步的旋钮 $W\,\mathrm{SiLU}(c_k)$ 拼成**一次**矩阵乘法，$(S \cdot B, D) \times (D, kD)$；文本的入口投影和位置表也只做一次。这批权重不再每步重读；FLUX 有四分之一的权重是为这一个向量准备的。
 
-# %% [markdown] lang="en" twin="6ac3068a"
+# %% [markdown] lang="en" twin="cec53e3b"
 # ## Hoisting: compute once what no latent changes
 #
-# What stays the same in a loop belongs outside of it (hoisting). All times are known before the first step: the knobs $W\,\mathrm{SiLU}(c_k)$ of every block at every step become **one** product, $(S \cdot B, D) \times (D, \Sigma)$; the text's way in and the position table are made once too. These weights are no longer read again at each step; in FLUX a quarter of all weights serves this one vector.
+# What stays the same in a loop belongs outside of it (hoisting). All times are known before the first step: the knobs $W\,\mathrm{SiLU}(c_k)$ of a block at all steps become **one** product, $(S \cdot B, D) \times (D, kD)$; the text's way in and the position table are made once too. These weights are no longer read again at each step; in FLUX a quarter of all weights serves this one vector.
 
 
 # %% tags=["export"]
-def knob_layers(dit: DiT) -> list[nn.Linear]:
-    """The layers that turn the condition into knobs: image and text of each joint block, each parallel block, the end."""
-    joint = [m.linear for b in dit.joint_blocks for m in (b.image_modulation, b.text_modulation)]
-    return [*joint, *(b.modulation.linear for b in dit.parallel_blocks), dit.final.modulation]
-
-
-def cut_knobs(dit: DiT, flat: Sequence[Tensor]) -> list:
-    """Outputs (B, k·D) of `knob_layers`, in that order, in the form in which blocks and final layer take them."""
-    parts, cond = iter(flat), []
-    for block in dit.joint_blocks:
-        sides = (block.image_modulation, block.text_modulation)
-        cond.append(tuple(split_mods(next(parts), side.n, side.gate) for side in sides))
-    cond += [split_mods(next(parts), block.modulation.n, block.modulation.gate) for block in dit.parallel_blocks]
-    return [*cond, next(parts).unsqueeze(1).chunk(2, dim=-1)]
-
-
 def by_step(knobs: Any, steps: int) -> list:
     """Knobs made for S · B samples at once, step after step, as S times those of B; nested in any way, None stays None."""
     if knobs is None or isinstance(knobs, Tensor):
@@ -430,8 +414,8 @@ def by_step(knobs: Any, steps: int) -> list:
 def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds) -> list[Conditions]:
     """What `DiT.velocity` reads besides the latents, for every noise level of a schedule at once; equal to 1e-5.
 
-    One product (S·B, D) × (D, all knobs) steers every block at every step; text tokens and positions are made once; a
-    mask that hides nothing is dropped. The knobs take S · B · (all knobs) numbers.
+    One product a layer, (S · B, D) × (D, its knobs), steers a block at every step; text tokens and positions are made once;
+    a mask that hides nothing is dropped. The knobs take S · B · (all knobs) numbers.
 
     Args:
         grid: of image tokens. sigmas: (S,). prompt: the B prompts of one forward.
@@ -439,18 +423,16 @@ def hoist(dit: DiT, grid: tuple[int, int], sigmas: Tensor, prompt: PromptEmbeds)
     Returns:
         S × `Conditions`.
     """
-    cond = dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)  # (S, B, D)
-    layers = knob_layers(dit)
-    weight, bias = (torch.cat(parts) for parts in zip(*((layer.weight, layer.bias) for layer in layers)))
-    knobs = F.linear(F.silu(cond), weight, bias)  # (S, B, all knobs)
+    cond = (dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)).flatten(0, 1)  # (S · B, D)
+    joint = [(block.image_modulation(cond), block.text_modulation(cond)) for block in dit.joint_blocks]
+    knobs = [*joint, *(block.modulation(cond) for block in dit.parallel_blocks), dit.final.knobs(cond)]
     text, mask = dit.text_in(prompt.tokens), None if bool(prompt.mask.all()) else prompt.mask
-    positions, sizes = sincos_2d(grid, dit.config.width).to(text), [layer.out_features for layer in layers]
-    return [Conditions(text, mask, positions, cut_knobs(dit, row.split(sizes, dim=-1))) for row in knobs]
+    positions = sincos_2d(grid, dit.config.width).to(text)
+    return [Conditions(text, mask, positions, row) for row in by_step(knobs, len(sigmas))]
 
 
 # %% tags=["check"]
 both, x = stack_prompts([nothing, apple]), noise.repeat(2, 1, 1, 1)
-assert len(knob_layers(dit)) == 2 * len(dit.joint_blocks) + len(dit.parallel_blocks) + 1
 with torch.no_grad():
     ahead = hoist(dit, (4, 4), levels, both)
     for k in (0, 13, 28):  # σ = 0 belongs to it, for Heun's second look
@@ -460,8 +442,8 @@ with torch.no_grad():
     stacked = dit.final.knobs(dit.conditions((4, 4), t, *both).cond[0].repeat(3, 1))  # three steps of two samples
     assert all(torch.equal(a, b[2:4]) for a, b in zip(by_step(stacked, 3)[1], stacked))
     assert by_step([Mod(stacked[0], stacked[1])], 3)[2][0].gate is None
-    step_13 = cut_knobs(dit, [layer(F.silu(dit.conditions((4, 4), t, *both).cond[0])) for layer in knob_layers(dit)])
-    assert torch.allclose(step_13[0][1][0].shift, ahead[28].cond[0][1][0].shift, atol=1e-5)  # the text side's own
+    own = dit.joint_blocks[0].text_modulation(dit.conditions((4, 4), t, *both).cond[0])
+    assert torch.allclose(own[0].shift, ahead[28].cond[0][1][0].shift, atol=1e-5)  # the text side's own
 
 # %% [markdown] lang="zh"
 # ## 文本的键和值：一处能提，一处不能

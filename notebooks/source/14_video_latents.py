@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, SelfAttention, axial_rope, grid_positions
 from diffusion_engine.dit import FinalLayer
-from diffusion_engine.optimizations import Accelerated, cut_knobs, knob_layers
+from diffusion_engine.optimizations import Accelerated, by_step
 from diffusion_engine.text_conditioning import EncoderBlock, PromptEmbeds, TextEncoderConfig
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, modulate
@@ -730,12 +730,12 @@ def hoist_video(dit: VideoDiT, grid: tuple, sigmas: Tensor, prompt: PromptEmbeds
     Returns:
         S × `VideoConditions`.
     """
-    cond = dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)  # (S, B, D)
-    knobs = [layer(F.silu(cond)) for layer in knob_layers(dit)]  # (S, B, k · D) each
+    cond = (dit.time_in(1000 * sigmas.float())[:, None] + dit.pooled_in(prompt.pooled)).flatten(0, 1)  # (S · B, D)
+    knobs = [*(block.modulation(cond) for block in dit.blocks), dit.final.knobs(cond)]
     mask = None if bool(prompt.mask.all()) else prompt.mask
     given = dit.conditions(grid, 1000 * sigmas[:1], prompt.tokens, mask, prompt.pooled)
     text = [block.cross.keys_values(text) for block, text in zip(dit.blocks, given.text)]
-    return [given._replace(text=text, cond=cut_knobs(dit, row)) for row in zip(*knobs)]
+    return [given._replace(text=text, cond=row) for row in by_step(knobs, len(sigmas))]
 
 
 class AcceleratedVideo(Accelerated):

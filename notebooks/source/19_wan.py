@@ -87,8 +87,7 @@ class WanConfig:
     """``config.json`` of diffusers' ``WanTransformer3DModel``: its names, its defaults (the 14B).
 
     Raises:
-        ValueError: a variant that is not built here, or a head that three axes cannot share. What is not named here,
-            the first-and-last-frame model's entry among it, `load` refuses.
+        ValueError: a variant that is not built here, or a head that three axes cannot share.
     """
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
@@ -106,6 +105,7 @@ class WanConfig:
     image_dim: int | None = None
     added_kv_proj_dim: int | None = None
     rope_max_seq_len: int = 1024
+    pos_embed_seq_len: int | None = None
 
     @property
     def width(self) -> int:
@@ -116,6 +116,8 @@ class WanConfig:
         rope_axes(self.attention_head_dim)
         if self.qk_norm != "rms_norm_across_heads" or self.eps != 1e-6:
             raise ValueError(f"qk_norm {self.qk_norm!r}, eps {self.eps}: Wan has 'rms_norm_across_heads' and 1e-06")
+        if self.pos_embed_seq_len is not None:
+            raise ValueError(f"pos_embed_seq_len {self.pos_embed_seq_len}: first-and-last-frame is not built; try None")
         if self.added_kv_proj_dim != (near := self.image_dim and self.width):
             found = f"added_kv_proj_dim {self.added_kv_proj_dim} with image_dim {self.image_dim}"
             raise ValueError(f"{found}: the image has the width of the model; try {near}")
@@ -381,7 +383,7 @@ assert torch.equal(block(x, shut, rope, text), x + block.cross(block.cross_norm(
 #
 # `fp32` 列出半精度里也不变的张量，和 diffusers 的 `_keep_in_fp32_modules` 相同。网络和第 14 章的 `VideoDiT` 并排看：没有汇总向量，旋钮共用，收尾用一张两行的表；`text_mask` 不是遮住，而是**置零**，和 Wan 的流水线一样。时间也可以每个词元一个，$(B, N)$：Wan2.2 的 5B 这样让第一帧保持干净。
 
-# %% [markdown] lang="en" twin="00000000"
+# %% [markdown] lang="en" twin="324c8682"
 # ## The key map and the network
 #
 # `fp32` lists what a half-precision load leaves alone: diffusers' `_keep_in_fp32_modules`. Beside chapter 14's `VideoDiT` the network has no pooled vector, shared knobs, and a table of two rows at the end. `text_mask` does not hide, it sets to **zero**, as Wan's pipeline does. Every token may have its own time, $(B, N)$: so Wan2.2's 5B keeps a first frame clean.
@@ -545,7 +547,7 @@ for wrong in ((latents[:, :4], t, text), (latents[..., :5], t, text), (latents, 
 #
 # 时刻早已排定，提示词也不变：旋钮，文字和图像的键与值，旋转，都能在第一步之前为所有时刻一次算好（第 13 章）。`conditions` 只备料，块用到时才加工；`hoist` 全部提前加工。从此没有人再读这些权重，它们可以离开内存。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="3240f4f8"
 # ## What no latent changes
 #
 # The times are fixed ahead, and the prompt stays: knobs, keys and values of text and image, and the turns can be made before the first step, for all times at once (chapter 13). `conditions` only gathers, and blocks do the work when they need it; `hoist` does all of it ahead. From then on nobody reads those weights, and they may leave memory.
@@ -685,7 +687,7 @@ assert np.abs(clips[0] - clips[1]).max() <= 1  # 1/255
 # 2. 修改：让第一帧的 $t = 0$，其余照旧。什么变了？
 # 3. 动手：用 7 个键代替 512 个，得到同样的数字。
 
-# %% [markdown] lang="en" twin="47e4d43f"
+# %% [markdown] lang="en" twin="e612842d"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers' `transformer_wan.py` |
@@ -741,7 +743,7 @@ assert torch.allclose(few, cross(x, torch.cat([six, zero.expand(-1, 506, -1)], d
 #
 # 阅读卡片：Wan2.1（[`papers/09_wan`](../../papers/09_wan.zh.md)）。下一章：20。
 
-# %% [markdown] lang="en" twin="fe102993"
+# %% [markdown] lang="en" twin="3915c3ce"
 # ## Recap
 #
 # - Through a bias the padded zeros become 506 equal tokens: without a mask they are seen, and how many there are is part of the model.

@@ -83,7 +83,7 @@ class LTXConfig:
     """``config.json`` of diffusers' ``LTXVideoTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: a variant that is not built here. What is not named here, norms with weights among it, `load` refuses.
+        ValueError: a variant that is not built here.
     """
 
     in_channels: int = 128
@@ -96,6 +96,7 @@ class LTXConfig:
     num_layers: int = 28
     activation_fn: str = "gelu-approximate"
     qk_norm: str = "rms_norm_across_heads"
+    norm_elementwise_affine: bool = False
     norm_eps: float = 1e-6
     caption_channels: int = 4096
     attention_bias: bool = True
@@ -108,7 +109,7 @@ class LTXConfig:
 
     def __post_init__(self):
         built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "attention_out_bias": True}
+        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
         for name, value in (built | {"cross_attention_dim": self.width}).items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
@@ -372,7 +373,7 @@ def ltx_block(config: LTXConfig) -> DiTBlock:
 #
 # 没有一个张量要改形状；块里的名字和 Wan 的一样，只有前馈不同，所以第 19 章的表接着用。图块是 1×1×1，打包就是把格子排成一串：$(B, C, F, H, W) \to (B, FHW, C)$。`velocity` 打包、拆包，`run` 走词元；diffusers 的流水线从头到尾都用打包的，所以 `run_as_diffusers` 直接调 `run`。
 
-# %% [markdown] lang="en" twin="00000000"
+# %% [markdown] lang="en" twin="20ead3e5"
 # ## The key map and the network
 #
 # No tensor changes its shape. Inside a block the names are Wan's, but for the feed-forward network, so chapter 19's table serves again. Patches are 1×1×1, so packing puts the cells in one row: $(B, C, F, H, W) \to (B, FHW, C)$. `velocity` packs and unpacks, `run` walks over tokens; diffusers' pipeline holds packed latents throughout, so `run_as_diffusers` calls `run` itself.
@@ -550,9 +551,9 @@ assert errors[0] < 1.1 * errors[1]  # in bf16 no further from the fp32 truth tha
 # %% [markdown] lang="zh"
 # ## 与潜变量无关的
 #
-# 和 Wan 一样，文字只从旁边进来：旋钮，文字的键与值，秒和像素的旋转，都在第一步之前一次做完（第 13 章）。每个词元各有时间时不行：那时旋钮要跟着每一段给定的帧走，`hoist` 只收一步一个时间。
+# 和 Wan 一样，文字只从旁边进来：旋钮，文字的键与值，秒和像素的旋转，都在第一步之前一次做完（第 13 章）。每个词元各有各的时间时不行：旋钮要跟着给定的帧走，而 `hoist` 一步只收一个时间。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="6651fdd9"
 # ## What no latent changes
 #
 # As in Wan, text enters at the side only: knobs, keys and values of the text, and the turns by seconds and pixels are all made before the first step (chapter 13). Not so where every token has its own time: knobs then follow the frames that are given, and `hoist` takes one time a step.

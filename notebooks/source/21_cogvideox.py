@@ -93,8 +93,7 @@ class CogVideoXConfig:
     """``config.json`` of diffusers' ``CogVideoXTransformer3DModel``: its names, its defaults.
 
     Raises:
-        ValueError: another activation, or sizes that the positions cannot share out. What is not named here, the
-            image-to-video models' entries among it, `load` refuses.
+        ValueError: the image-to-video models' entries, another activation, or sizes that the positions cannot share out.
     """
 
     num_attention_heads: int = 30
@@ -102,9 +101,12 @@ class CogVideoXConfig:
     in_channels: int = 16
     out_channels: int | None = 16
     flip_sin_to_cos: bool = True
+    freq_shift: int = 0
     time_embed_dim: int = 512
+    ofs_embed_dim: int | None = None
     text_embed_dim: int = 4096
     num_layers: int = 30
+    dropout: float = 0.0
     attention_bias: bool = True
     sample_width: int = 90
     sample_height: int = 60
@@ -120,6 +122,7 @@ class CogVideoXConfig:
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
     patch_bias: bool = True
 
     @property
@@ -128,7 +131,8 @@ class CogVideoXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        require(self, flip_sin_to_cos=True, activation_fn="gelu-approximate", timestep_activation_fn="silu")
+        require(self, flip_sin_to_cos=True, freq_shift=0, activation_fn="gelu-approximate", ofs_embed_dim=None)
+        require(self, timestep_activation_fn="silu", use_learned_positional_embeddings=False)
         name = "attention_head_dim" if self.use_rotary_positional_embeddings else "width"
         if (size := getattr(self, name)) % 16:
             raise ValueError(f"{name} {size} is not a multiple of 16, for three axes; try {max(1, size // 16) * 16}")
@@ -354,7 +358,7 @@ assert torch.allclose(*outs, atol=1e-5)  # one set of knobs: text and video shar
 #
 # 名字大多一一对应，动手脚的只有两头：diffusers 输出的每个图块通道在前，我们在后，所以重排最后一层的行；1.5 的入口重排列。网络收尾有两个带权重的 LayerNorm，紧挨着，都要。`forward` 收 $(B, C, T, H, W)$；diffusers 的流水线帧在前，`as_diffusers` 转一下轴，旋转表用它给的。
 
-# %% [markdown] lang="en" twin="00000000"
+# %% [markdown] lang="en" twin="11832b11"
 # ## The key map and the network
 #
 # Most names have one counterpart; only the two ends change. diffusers' output patches have channels first, ours last, so the last layer's rows change places; at 1.5's entrance the columns do. The network ends in two LayerNorms with weights, one behind the other; both count. `forward` takes $(B, C, T, H, W)$; diffusers' pipeline puts frames first, so `as_diffusers` turns the axes, and uses the rotations it is given.
@@ -498,7 +502,7 @@ for name, call in calls.items():
 #
 # 旋钮只听时间，位置只看形状，文字的入口只看文字：走第一步之前，所有时刻的旋钮一次算好（第 13 章）。文字的键和值不行：文字和视频同在一行，每个块都改写它。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="4d2e519d"
 # ## What no latent changes
 #
 # Knobs listen to time alone, positions to the shape, the text's way in to the text: before the first step the knobs of all times are made at once (chapter 13). Keys and values of the text are not: text stands in one row with the video, and every block rewrites it.
@@ -860,7 +864,7 @@ for name, pipe in pipes.items():
 # 2. 修改：先拉直再引导，和先引导再拉直，差多少？
 # 3. 动手：在直路上换第 02 章的 Heun。同样的网络调用次数，误差小多少？
 
-# %% [markdown] lang="en" twin="bb74a97e"
+# %% [markdown] lang="en" twin="a470668b"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |

@@ -198,7 +198,7 @@ assert (rope.cos[45:] == 1).all() and (rope.sin[45:] == 0).all() and len(rope.co
 #
 # 进来是三维卷积，`flatten_patches` 把它摊成线性层，次序 $(pt, ph, pw, C)$，正是第 14 章的。出去时 diffusers 把通道放在最前，$(C, pt, ph, pw)$：读最后一层时把行的次序换过来，用第 21 章的 `channels_last`，网络里就只有一种次序。
 
-# %% [markdown] lang="en" twin="00000000"
+# %% [markdown] lang="en" twin="3bdc2641"
 # ## Patches: in and out differ
 #
 # In comes a 3-D convolution, which `flatten_patches` lays out as a linear layer in the order $(pt, ph, pw, C)$ of chapter 14. On the way out diffusers has channels first, $(C, pt, ph, pw)$: chapter 21's `channels_last` puts the last layer's rows in order as they are read, and the network knows one order only.
@@ -409,7 +409,7 @@ for scale in (6.0, 5.9, 1.0):
 #
 # 块里的名字和 FLUX 一样，第 16、17 章的表接着用；多出来的是精炼器。三处要动手脚：分块卷积、收尾的旋钮、最后一层的行。网络和 FLUX 并排看：多了裁填充、精炼器和掩码，文字站在后面，`video_rope` 给它零角度。
 
-# %% [markdown] lang="en" twin="00000000"
+# %% [markdown] lang="en" twin="b62fb6ac"
 # ## The key map and the network
 #
 # Names inside the blocks are FLUX's, so the tables of chapters 16 and 17 serve again; the refiner is new. Three tensors change on the way: the patch convolution, the knobs of the end, the rows of the last layer. Beside FLUX the network has trimming, a refiner and a mask, and the text stands behind, with angles of zero from `video_rope`.
@@ -555,7 +555,7 @@ assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth th
 #
 # 旋钮和旋转照例提前（第 13 章）。精炼器虽然听时间，却不看潜变量：所有时刻的提示词排成一批，一次精炼完。块里的键和值不行：每一块都改写文字。提前之后没有人再读的权重，占四分之一以上。
 
-# %% [markdown] lang="en"
+# %% [markdown] lang="en" twin="5073e8a6"
 # ## What no latent changes
 #
 # Knobs and turns go ahead as ever (chapter 13). The refiner listens to the time, yet looks at no latent: the prompts of all times stand in one batch and are refined in one go. Keys and values inside the blocks cannot: every block rewrites the text. More than a quarter of the weights is read by nobody afterwards.

@@ -39,6 +39,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ from torch import Tensor, nn
 
 from diffusion_engine.guidance import guided_velocity
 from diffusion_engine.memory_manager import PeakMeter, format_bytes
-from diffusion_engine.optimizations import PromptTable
+from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
 from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
@@ -178,6 +179,7 @@ class Parts:
     def __init__(self, folder: Path, name: str, device="cpu", dtype=torch.float32, offload=False, hoist=False):
         self.folder, self.family, self.device, self.dtype = Path(folder), FAMILIES[name], device, dtype
         self.offload, self.hoist = offload, hoist
+        self.upcast = torch.device(device).type == "cpu" and not multiplies(dtype)  # kept so, multiplied in fp32
         self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
@@ -330,7 +332,7 @@ assert small.within(FAMILIES["flux"]) == replace(small, guidance=3.5, frames=1) 
 #
 # 第 10 章的 `generate` 原样拿来：给它编码、速度、解码三个函数。速度里是第 08 章的引导，再里面是我们的变换器。时间和潜变量一直是 fp32，进变换器才换精度。打开 `hoist`，与潜变量无关的，变换器在第一步之前全部算好，和第 13 章一样。
 
-# %% [markdown] lang="en" twin="a2149920"
+# %% [markdown] lang="en" twin="69346c29"
 # ## The loop
 #
 # `generate` of chapter 10 serves as it is: hand it three functions, for encoding, velocity and decoding. Inside the velocity is the guidance of chapter 08, and inside that our transformer. Time and latents stay fp32; precision changes at the transformer's door. With `hoist` the transformer makes all that looks at no latent before the first step, as in chapter 13.
@@ -386,21 +388,22 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
     shape, tokens = latent_shape(parts, order)
     scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
     schedule = parts.family.schedule(parts.folder, order.steps, tokens)
-    return generate(
-        [order.prompt],
-        [order.seed],
-        schedule,
-        encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
-        velocity=lambda condition: guided_velocity(
-            network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
-        ),
-        decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
-        shape=shape,
-        device=parts.device,
-        latents=parts.family.noise(order.seed, shape),
-        meter=meter,
-        callback=callback,
-    )
+    with Upcast() if parts.upcast else nullcontext():
+        return generate(
+            [order.prompt],
+            [order.seed],
+            schedule,
+            encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
+            velocity=lambda condition: guided_velocity(
+                network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
+            ),
+            decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
+            shape=shape,
+            device=parts.device,
+            latents=parts.family.noise(order.seed, shape),
+            meter=meter,
+            callback=callback,
+        )
 
 
 # %%

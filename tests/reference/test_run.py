@@ -33,6 +33,32 @@ def test_the_loop_is_theirs(name, folders):
     assert max(np.abs(np.subtract(a, b, dtype=int)).max() for a, b in zip(pictures, ours.images)) <= 1
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_made_ahead_is_made_once_and_changes_nothing(name, folders, monkeypatch):
+    """One making for all steps and both sides of guidance, and latents equal to 1e-4."""
+    kind, made, ran = FAMILIES[name].kind, [], []
+    hoist, forward = kind.hoist, kind.forward
+    monkeypatch.setattr(kind, "hoist", lambda *args, **more: made.append(len(args[2])) or hoist(*args, **more))
+    monkeypatch.setattr(kind, "forward", lambda *args, **more: ran.append(1) or forward(*args, **more))
+    order = Order(negative="y", seed=4, steps=3, height=64, width=96, frames=9 if FAMILIES[name].is_clip else 1)
+    plain = draw(Parts(folders[name], name), order).latents
+    assert not made and ran
+    ran.clear()
+    ahead = draw(Parts(folders[name], name, hoist=True), order).latents
+    assert made == [3] and not ran
+    assert torch.allclose(ahead, plain, atol=1e-4)
+
+
+def test_halves_are_multiplied_in_fp32_where_the_processor_cannot(folders, monkeypatch):
+    order = Order(steps=1, height=64, width=64)
+    exact = draw(Parts(folders["sd3"], "sd3"), order).latents
+    monkeypatch.setattr("diffusion_engine.reference.run.multiplies", lambda dtype: dtype == torch.float32)
+    parts = Parts(folders["sd3"], "sd3", dtype=torch.bfloat16)
+    assert parts.upcast and not Parts(folders["sd3"], "sd3").upcast
+    off = (draw(parts, order).latents - exact).std() / exact.std()
+    assert parts.get("transformer").image_in.weight.dtype == torch.bfloat16 and 1e-5 < off < 0.05
+
+
 def test_the_books_are_the_counted_ones():
     """Weights of every part as ``recipes/models.py`` counts them from the configurations, the tokens, too."""
     import json
@@ -96,7 +122,7 @@ def test_another_scheduler_is_not_followed_in_silence(folders, tmp_path):
 
 def test_the_command_draws_a_clip(tmp_path, capfd):
     output = tmp_path / "x.webp"
-    assert main(["reference", "ltx", "--tiny", "--steps", "2", "--compare", "-o", str(output)]) == 0
+    assert main(["reference", "ltx", "--tiny", "--steps", "2", "--compare", "--hoist", "-o", str(output)]) == 0
     with Image.open(output) as clip:
         assert clip.size == (96, 64) and clip.n_frames == 9
     assert "2 of 255" not in (err := capfd.readouterr().err) and "12 tokens, pictures 9 of (96, 64)" in err

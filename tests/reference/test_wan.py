@@ -170,7 +170,7 @@ def test_half_precision_keeps_its_dtypes_ahead(name, folders):
 @pytest.mark.parametrize(
     ("entries", "needle"),
     [
-        ({"pos_embed_seq_len": 514}, "pos_embed_seq_len to 514, which is unknown here"),
+        ({"pos_embed_seq_len": 514}, "first-and-last-frame"),
         ({"qk_norm": "rms_norm"}, "rms_norm_across_heads"),
         ({"qk_norm": None}, "rms_norm_across_heads"),
         ({"eps": 1e-5}, "1e-06"),
