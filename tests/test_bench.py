@@ -75,27 +75,23 @@ def test_peak_bytes_of_joint_blocks_are_four_fifths_of_diffusers():
         assert ours <= 0.8 * theirs
 
 
-@pytest.mark.parametrize("way", ["one pass", "complex turns", "length for RMS", "GELU in place"])
-def test_going_back_on_a_way_changes_what_runs_and_not_what_comes_out(way):
-    from diffusion_engine.attention import axial_rope, grid_positions
-    from diffusion_engine.transformer_block import ParallelBlock
-    from recipes.bench import reference
+def test_kinds_of_operators_add_up_to_the_whole():
+    from recipes.bench.tools import kind_of, seconds_by_kind
 
-    ours, usual = reference.PLAIN[way]
-    torch.manual_seed(0)
-    block, x, cond = ParallelBlock(32, 2).requires_grad_(False), torch.randn(2, 6, 32), torch.randn(2, 32)
-    block.modulation.linear.weight.normal_(std=0.3)
-    rope, calls = axial_rope(grid_positions(2, 3), (8, 8)), []
-    expected = block(x, cond, rope=rope)
-    reference.PLAIN[way] = (ours, lambda *args, **more: calls.append(way) or usual(*args, **more))
-    try:
-        with reference.without(way):
-            again = block(x, cond, rope=rope)
-    finally:
-        reference.PLAIN[way] = (ours, usual)
-    assert calls and torch.allclose(again, expected, atol=1e-5) and not torch.allclose(expected, x, atol=0.1)
-    calls.clear()
-    assert torch.equal(block(x, cond, rope=rope), expected) and not calls  # everything is back in its place
+    a = torch.randn(256, 256)
+    spent = seconds_by_kind(lambda: torch.nn.functional.gelu(a @ a @ a @ a), repeats=3)
+    assert max(spent, key=spent.get) == "matrix products" and spent["activations"] > 0 == spent["attention"]
+    kinds = [kind_of(f"aten::{name}") for name in ("addcmul", "_fused_rms_norm", "gelu_", "transpose", "cat")]
+    assert kinds == ["element by element", "norms", "activations", None, "moving data"]
+    assert kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+
+
+def test_what_is_saved_is_a_share_of_the_others_time():
+    from recipes.bench.reference import attribution
+
+    a = torch.randn(192, 192)
+    saved = attribution(lambda: a @ a, lambda: [a @ a for _ in range(4)])
+    assert 0.2 < saved["matrix products"] < 1 and saved["norms"] == 0
 
 
 def test_packed_latents_go_back_to_their_grid():

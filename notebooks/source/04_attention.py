@@ -35,6 +35,7 @@
 
 # %% tags=["export"]
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -606,19 +607,19 @@ class Heads(nn.Module):
         self.norm_k = qk_norm_layer(qk_norm, heads, head_dim, eps)
         self.out = nn.Linear(heads * head_dim, width) if out else None
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, N, D) → normalised q and k, and v: (B, H, N, Dh) each.
-
-        The 3 · H · Dh outputs of ``qkv`` are all of q, then k, then v, each of them head by head.
-        """
-        return tuple(self.parts(x))
+    def split(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, N, D) → q and k, normalised and turned by ``rope``, and v: (B, H, N, Dh) each."""
+        parts, turn = self.parts(x), nn.Identity() if rope is None else partial(apply_rope, rope=rope)
+        return turn(next(parts)), turn(next(parts)), next(parts)
 
     def parts(self, x: Tensor) -> Iterator[Tensor]:
-        """What `split` gives, one after the other: projected once, q and k normalised only when their turn comes."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        yield self.norm_q(q)
-        yield self.norm_k(k)
-        yield v
+        """Normalised q and k, and v, one after the other: each is projected when its turn comes, to hold less at once.
+
+        The 3 · H · Dh rows of ``qkv`` are all of q, then k, then v, each of them head by head.
+        """
+        weights, biases = self.qkv.weight.chunk(3), (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
+        for weight, bias, norm in zip(weights, biases, (self.norm_q, self.norm_k, nn.Identity())):
+            yield norm(F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
     def merge(self, heads: Tensor) -> Tensor:
         """Heads (B, H, N, Dh) → tokens (B, N, D); without an output projection (B, N, H · Dh)."""
@@ -644,10 +645,7 @@ class SelfAttention(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, rope: Rope | None = None, chunk: int | None = None
     ) -> Tensor:
         """Tokens x (B, N, D); ``mask``, ``chunk`` as in `attention`; ``rope`` turns all N tokens."""
-        q, k, v = self.stream.split(x)
-        if rope is not None:
-            q = apply_rope(q, rope)
-            k = apply_rope(k, rope)
+        q, k, v = self.stream.split(x, rope)
         heads = attention(q, k, v, mask, chunk)
         del q, k, v  # nothing below reads them
         return self.stream.merge(heads)

@@ -46,7 +46,6 @@ from diffusion_engine.attention import (
     QKNorm,
     Rope,
     SelfAttention,
-    apply_rope,
     attention,
     rms_normalize,
 )
@@ -569,10 +568,7 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, cond: Tensor, mask=None, rope: Rope | None = None, chunk: int | None = None) -> Tensor:
         (mod,) = self.modulation(cond)
         h = modulate(x, mod)
-        q, k, v = self.stream.split(h)
-        if rope is not None:
-            q = apply_rope(q, rope)
-            k = apply_rope(k, rope)
+        q, k, v = self.stream.split(h, rope)
         attended = self.stream.merge(attention(q, k, v, mask, chunk))  # (B, N, D)
         del q, k, v  # nothing below reads them, and the widest tensors come next
         return torch.addcmul(x, mod.gate, self.out(torch.cat([attended, gelu(self.ff_in(h))], dim=-1)))

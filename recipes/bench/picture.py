@@ -5,17 +5,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from diffusion_engine.model_folder import SHIPPED_MODEL, TOKENIZER, WEIGHTS
 from diffusion_engine.optimizations import Timing, amdahl
 from diffusion_engine.optimizations import measure as take_turns
 from diffusion_engine.text_conditioning import encode_prompt
-from recipes.bench.tools import PROMPT, STEPS, Bench, count_flops, goal, kept, products, shown, table
+from recipes.bench.tools import PROMPT, STEPS, Bench, count_flops, goal, kept, products, seconds_by_kind, shown, table
 
 TITLE = "A picture"
 GOALS = {"picture_over_gemm_time": 1.5, "cold_generate_above_import_torch_s": 3.0}
@@ -31,13 +28,6 @@ peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platfo
 print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
 sys.exit(code)
 """
-KINDS = {  # operator names, as the profiler gives them
-    "matrix products": ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul"),
-    "attention": ("scaled_dot_product", "flash_attention", "softmax"),
-    "norms": ("layer_norm", "rms_norm", "rsqrt", "mean", "pow"),
-    "element by element": ("add", "add_", "mul", "mul_", "sub", "silu", "gelu", "sigmoid", "lerp", "cos", "sin", "div"),
-    "moving data": ("copy_", "cat", "clone", "contiguous", "stack", "constant_pad_nd", "fill_", "_to_copy", "index"),
-}
 
 
 def measure(bench: Bench) -> dict:
@@ -86,40 +76,16 @@ def forward_report(bench: Bench, batch: int) -> dict:
     bench.now(f"DiT forward, batch {batch}")
     forward = bench.forward(batch)
     flops = count_flops(forward)
-    whole, least = take_turns(forward, products(bench.model.dit, forward), repeats=15)
+    whole, least = take_turns(forward, products(forward), repeats=15)
+    spent = seconds_by_kind(forward)
     return {
         "seconds": kept(whole),
         "gflop": round(flops / 1e9, 4),
         "share_of_gemm_rate": round(flops / whole.median / bench.rate, 3),
         "share_of_gemm_rate_products_alone": round(flops / least.median / bench.rate, 3),
         "time_outside_products": round(1 - least.median / whole.median, 3),
-        "shares": {kind: round(share, 4) for kind, share in shares_of(forward).items()},
+        "shares": {kind: round(seconds / sum(spent.values()), 4) for kind, seconds in spent.items()},
     }
-
-
-def shares_of(forward: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    """Where the time of a forward goes, by kind of operator, as shares of the profiled time."""
-    forward()
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            forward()
-        wall = (time.perf_counter() - begun) * 1e6
-    spent = dict.fromkeys(KINDS, 0.0)
-    for event in prof.key_averages():
-        if kind := kind_of(event.key):
-            spent[kind] += event.self_cpu_time_total
-    shares = {kind: time_ / wall for kind, time_ in spent.items()}
-    return shares | {"views, dispatch, Python": 1 - sum(shares.values())}
-
-
-def kind_of(key: str) -> str | None:
-    """The kind of an operator, or None for views and what is no operator."""
-    name = key.removeprefix("aten::")
-    for kind, names in KINDS.items():
-        if name in names or kind in ("attention", "norms") and any(part in name for part in names[:2]):
-            return kind
-    return None
 
 
 def cold_report(bench: Bench, repeats: int = 5) -> dict:

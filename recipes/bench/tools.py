@@ -1,7 +1,9 @@
 """What the sections share: the model, the machine's limits, counting, and numbers in the form in which they are kept."""
 
 import platform
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +11,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -124,31 +127,62 @@ def count_flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def products(module: nn.Module, forward: Callable[[], object]) -> Callable[[], None]:
-    """A run of a module's linear layers and fused attention alone, on their own shapes, with nothing between them."""
-    layers, attends, hooks, fused = [], [], [], F.scaled_dot_product_attention
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            keep = lambda layer, inputs, _: layers.append((torch.randn_like(inputs[0]), layer))  # noqa: E731
-            hooks.append(layer.register_forward_hook(keep))
+def products(forward: Callable[[], object]) -> Callable[[], None]:
+    """A run of a forward's linear layers and fused attention alone, on their own shapes, with nothing between them."""
+    calls = []
 
-    def keep_attention(*tensors: Tensor, **options) -> Tensor:
-        attends.append(([torch.randn_like(x) for x in tensors], options))
-        return fused(*tensors, **options)
+    def keep(function: Callable) -> Callable:
+        def kept_call(x: Tensor, *rest, **options) -> Tensor:
+            calls.append((function, torch.randn_like(x), rest, options))
+            return function(x, *rest, **options)
 
-    with mock.patch.object(F, "scaled_dot_product_attention", keep_attention):
+        return kept_call
+
+    with ExitStack() as stack:
+        for name in ("linear", "scaled_dot_product_attention"):
+            stack.enter_context(mock.patch.object(F, name, keep(getattr(F, name))))
         forward()
-    for hook in hooks:
-        hook.remove()
 
     @torch.inference_mode()
     def run() -> None:
-        for x, layer in layers:
-            F.linear(x, layer.weight, layer.bias)
-        for tensors, options in attends:
-            fused(*tensors, **options)
+        for function, x, rest, options in calls:
+            function(x, *rest, **options)
 
     return run
+
+
+KINDS = {  # operator names, as the profiler gives them
+    "matrix products": ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul", "mkldnn_convolution"),
+    "attention": ("scaled_dot_product", "flash_attention", "softmax"),
+    "activations": ("silu", "silu_", "gelu", "gelu_", "sigmoid", "relu", "clamp_min"),
+    "norms": ("layer_norm", "rms_norm", "rsqrt", "mean", "pow", "linalg_vector_norm", "square"),
+    "element by element": ("add", "add_", "mul", "mul_", "sub", "addcmul", "lerp", "cos", "sin", "div", "complex"),
+    "moving data": ("copy_", "cat", "clone", "contiguous", "stack", "constant_pad_nd", "fill_", "_to_copy", "index"),
+}
+
+
+def seconds_by_kind(forward: Callable[[], object], repeats: int = 10) -> dict[str, float]:
+    """Where the time of one forward goes, by kind of operator; the last entry is all that is no operator of these."""
+    forward()
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            forward()
+        whole = (time.perf_counter() - begun) / repeats
+    spent = dict.fromkeys(KINDS, 0.0)
+    for event in prof.key_averages():
+        if kind := kind_of(event.key):
+            spent[kind] += event.self_cpu_time_total / 1e6 / repeats
+    return spent | {"views, dispatch, Python": whole - sum(spent.values())}
+
+
+def kind_of(key: str) -> str | None:
+    """The kind of an operator, or None for views and what is no operator."""
+    name = key.removeprefix("aten::")
+    for kind, names in KINDS.items():
+        if name in names or kind in ("attention", "norms") and any(part in name for part in names[:2]):
+            return kind
+    return None
 
 
 def kept(timing: Timing, digits: int = 4) -> list[float]:
