@@ -214,8 +214,10 @@ def video_grid(sizes: tuple[int, int, int], patch: tuple[int, int, int]) -> tupl
     """(F / pt, H / ph, W / pw), the grid of tokens.
 
     Raises:
-        ValueError: a size is not a positive multiple of its side of the patch; names the nearest ones.
+        ValueError: not three sizes, or one that is no positive multiple of its side of the patch; names the nearest ones.
     """
+    if len(sizes) != 3:
+        raise ValueError(f"sizes {tuple(sizes)} are not (F, H, W); latents of a clip are (B, C, F, H, W)")
     for name, size, side in zip(("frames", "height", "width"), sizes, patch):
         if size < 1 or size % side:
             below, above = size // side * side, -(-max(size, 1) // side) * side

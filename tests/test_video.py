@@ -259,6 +259,8 @@ def test_bad_patches():
         video_grid((5, 4, 4), (2, 2, 2))
     with pytest.raises(ValueError, match="latent width 1 is not a multiple of patch 2; try 2"):
         video_grid((4, 4, 1), (2, 2, 2))
+    with pytest.raises(ValueError, match=r"sizes \(4, 4\) are not \(F, H, W\)"):
+        video_grid((4, 4), (2, 2, 2))
     with pytest.raises(ValueError, match="5 tokens do not fill a grid of 1×2×3 = 6"):
         video_unpatchify(torch.zeros(1, 5, 12), (1, 2, 2), (1, 2, 3))
     for head_dim in (4, 7):
