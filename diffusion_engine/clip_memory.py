@@ -61,13 +61,13 @@ def video_activation_bytes(
     """Peak of what one forward of a `VideoDiT` makes, without gradients and with fused attention.
 
     B · s · D · (max(9 N, 6 N + 3 M, 3 N + 4 M) + M + 7) + 4 · N · Dh: queries and keys are turned, or the text answers,
-    beside the text, the condition and the turns. In half precision 12 N, 8 N + 3 M, 4 N + 5 M: turning and norms make fp32.
+    beside the text, the condition and the turns. In half precision 9 N, 7 N + 3 M, 3 N + 5 M: norms make fp32.
 
     Args:
         grid: (f, h, w), see `video_grid`; N = f · h · w. text_tokens: M. itemsize: s.
     """
     n, m, d = math.prod(grid), text_tokens, config.width
-    stages = ((9, 0), (6, 3), (3, 4)) if itemsize == 4 else ((12, 0), (8, 3), (4, 5))
+    stages = ((9, 0), (6, 3), (3, 4)) if itemsize == 4 else ((9, 0), (7, 3), (3, 5))
     widest = max(a * n + b * m for a, b in stages)
     return batch * itemsize * d * (widest + m + 7) + 4 * n * d // config.heads
 

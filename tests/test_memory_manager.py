@@ -252,7 +252,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize(("side", "tokens", "batch"), [((16, 16), 24, 1), ((8, 40), 7, 3), ((8, 8), 60, 2)])
+@pytest.mark.parametrize(("side", "tokens", "batch"), [((16, 16), 24, 1), ((8, 40), 7, 3), ((8, 8), 60, 2), ((8, 16), 32, 2)])
 @pytest.mark.parametrize(("fused", "chunk"), [(True, None), (True, 16), (False, None), (False, 16)])
 def test_activations_of_other_nets(net, side, tokens, batch, fused, chunk):
     config, prompt = NETS[net], prompts(batch, tokens, 64)
@@ -402,7 +402,7 @@ def test_only_what_is_needed_is_given_up():
     plans, _ = ways(guided=False)
     assert all(plan.batched_cfg for plan in plans)  # nothing to split
     assert all(plan.attention_chunk is None for plan in ways(batch=4)[0])  # fused: no scores to save
-    assert any(plan.attention_chunk for plan in ways(batch=4, fused=False, height=256, width=256, guided=False)[0])
+    assert any(plan.attention_chunk for plan in ways(batch=4, fused=False, height=320, width=320, guided=False)[0])
 
 
 def test_the_words_tell_the_choices():

@@ -360,21 +360,21 @@ def activation_bytes(
     """Peak of what one forward of a `DiT` makes, without gradients; T = N + M tokens of width D, s bytes a number.
 
     A parallel block: B · s · D · (12 T + M + 4), at the joining of attention and MLP; a joint block:
-    B · s · D · (max(8 T, 2 T + 6 N, 2 T + 6 M) + 13), in attention or in one of the MLPs. The `Conditions` lie
+    B · s · D · (max(6 T, 2 T + 6 N, 2 T + 6 M) + 13), in attention or in one of the MLPs. The `Conditions` lie
     beside: B · s · D · M + s · D · N.
 
     Args:
         config, grid, text_tokens, batch: as in `flop_count`.
         itemsize: s.
-        fused: False where attention lays its scores out: two of `score_bytes` then stand beside 8 T or 6 T.
+        fused: False where attention lays its scores out: two of `score_bytes` then stand beside 6 T.
         chunk: queries that attention handles at a time.
     """
     n, m, unit = math.prod(grid), text_tokens, batch * itemsize * config.width
     t, rows = n + m, min(chunk or n + m, n + m)
-    scores = 2 * score_bytes(batch, config.heads, rows, t, itemsize) + (rows * unit if chunk else 0)
-    parallel = max(12 * t * unit, 0 if fused else 8 * t * unit + scores) + (m + 4) * unit
-    widest = max(8 * t, 2 * t + 6 * n, 2 * t + 6 * m)
-    joint = max(widest * unit, 0 if fused else 6 * t * unit + scores) + 13 * unit
+    scores = 0 if fused else 2 * score_bytes(batch, config.heads, rows, t, itemsize)
+    attending = (6 * t + (rows if chunk else 0)) * unit + scores
+    parallel = max(12 * t * unit, attending) + (m + 4) * unit
+    joint = max((2 * t + 6 * max(n, m)) * unit, attending) + 13 * unit
     block = max(parallel * (config.parallel_depth > 0), joint * (config.joint_depth > 0))
     return block + m * unit + n * unit // batch
 

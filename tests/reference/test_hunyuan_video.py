@@ -241,7 +241,7 @@ def test_sizes_that_no_patch_divides(model):
     assert model.min_multiple == 2
     with pytest.raises(ValueError, match="height 5 is not a multiple of patch 2; try 4 or 6"):
         model(**inputs(h=5))
-    with pytest.raises(ValueError, match=r"expected as \(B, C, F, H, W\)"):
+    with pytest.raises(ValueError, match=r"sizes \(4, 6\) are not \(F, H, W\)"):
         model(**inputs() | {"latents": torch.zeros(2, 4, 4, 6)})
 
 
