@@ -232,8 +232,6 @@ def video_patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
     Raises:
         ValueError: not five axes, or a size that is no multiple of its side of the patch.
     """
-    if latents.ndim != 5:
-        raise ValueError(f"latents have shape {tuple(latents.shape)}; expected (B, C, F, H, W)")
     (f, h, w), (pt, ph, pw) = video_grid(latents.shape[2:], patch), patch
     x = latents.reshape(*latents.shape[:2], f, pt, h, ph, w, pw)
     return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)

@@ -485,3 +485,17 @@ def test_rms_norm_is_the_published_formula():
     nn.init.normal_(norm.weight)
     x = torch.randn(2, 3, 8)
     assert torch.allclose(norm(x), norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt(), atol=1e-6)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_turns_do_not_care_how_the_numbers_lie(halves):
+    """Heads as views of wider rows, turned around, or cut from an odd place: the same numbers, the same turn."""
+    rope = axial_rope(grid_positions(2, 3), (4, 4), halves=halves)
+    x = torch.randn(2, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+    expected = apply_rope(x, rope)
+    wide = torch.zeros(2, 3, 6, 9)
+    wide[..., 1:] = x
+    odd = torch.zeros(2 * 3 * 6 * 8 + 1)[1:].view(2, 3, 6, 8).copy_(x)
+    across, tokens = x.mT.contiguous().mT, x.transpose(1, 2).contiguous().transpose(1, 2)
+    for same in (wide[..., 1:], odd, across, tokens):
+        assert torch.equal(same, x) and torch.allclose(apply_rope(same, rope), expected, atol=1e-6)

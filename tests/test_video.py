@@ -253,7 +253,7 @@ def test_with_patches_of_one_frame_each_frame_is_patched_as_a_picture():
 
 
 def test_bad_patches():
-    with pytest.raises(ValueError, match=r"expected \(B, C, F, H, W\)"):
+    with pytest.raises(ValueError, match=r"latents of a clip are \(B, C, F, H, W\)"):
         video_patchify(torch.zeros(1, 3, 4, 4), (1, 2, 2))
     with pytest.raises(ValueError, match="latent frames 5 is not a multiple of patch 2; try 4 or 6"):
         video_grid((5, 4, 4), (2, 2, 2))

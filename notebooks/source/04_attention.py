@@ -515,11 +515,14 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     if x.shape[-2:] != (tokens, 2 * pairs):
         found = f"{x.shape[-2]} tokens of {x.shape[-1]}"
         raise ValueError(f"x has {found} but rope turns {tokens} of {2 * pairs}; pad_rope adds tokens that stay")
+    y = x.float()
     if rope.halves:
-        x0, x1 = x.float().chunk(2, dim=-1)  # (B, H, N, Dh/2) each
-        return torch.cat([x0 * rope.cos - x1 * rope.sin, x1 * rope.cos + x0 * rope.sin], dim=-1).to(x.dtype)
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # x0 + i · x1, in place of x
-    return torch.view_as_real(pairs * torch.complex(rope.cos, rope.sin)).flatten(-2).to(x.dtype)
+        y0, y1 = y.chunk(2, dim=-1)  # (B, H, N, Dh/2) each
+        return torch.cat([y0 * rope.cos - y1 * rope.sin, y1 * rope.cos + y0 * rope.sin], dim=-1).to(x.dtype)
+    if y.stride(-1) != 1 or y.storage_offset() % 2 or any(step % 2 for step in y.stride()[:-1]):
+        y = y.clone(memory_format=torch.contiguous_format)  # pairs must lie side by side, from an even place on
+    turned = torch.view_as_complex(y.unflatten(-1, (-1, 2))) * torch.complex(rope.cos, rope.sin)  # (y0 + i·y1) · e^iωp
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def pad_rope(rope: Rope, before: int = 0, after: int = 0) -> Rope:
@@ -582,6 +585,24 @@ def head_width(width: int, heads: int) -> int:
     return width // heads
 
 
+class Stacked(nn.Linear):
+    """Several linear layers of one input, their rows stacked in one matrix and asked one at a time.
+
+    Args:
+        width: of the input. out: of each layer's output. parts: how many. bias: as in ``nn.Linear``.
+
+    forward(x (…, width), part from 0) → (…, out).
+    """
+
+    def __init__(self, width: int, out: int, parts: int, bias: bool = True):
+        super().__init__(width, parts * out, bias)
+        self.parts = parts
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        bias = None if self.bias is None else self.bias.chunk(self.parts)[part]
+        return F.linear(x, self.weight.chunk(self.parts)[part], bias)
+
+
 class Heads(nn.Module):
     """One stream's way into attention and out: tokens (B, N, D) → q, k, v (B, H, N, Dh); heads → (B, N, D).
 
@@ -602,9 +623,8 @@ class Heads(nn.Module):
         super().__init__()
         head_dim = head_dim or head_width(width, heads)
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * heads * head_dim, bias=bias)
-        self.norm_q = qk_norm_layer(qk_norm, heads, head_dim, eps)
-        self.norm_k = qk_norm_layer(qk_norm, heads, head_dim, eps)
+        self.qkv = Stacked(width, heads * head_dim, 3, bias)
+        self.norm_q, self.norm_k = (qk_norm_layer(qk_norm, heads, head_dim, eps) for _ in "qk")
         self.out = nn.Linear(heads * head_dim, width) if out else None
 
     def split(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -617,9 +637,8 @@ class Heads(nn.Module):
 
         The 3 · H · Dh rows of ``qkv`` are all of q, then k, then v, each of them head by head.
         """
-        weights, biases = self.qkv.weight.chunk(3), (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
-        for weight, bias, norm in zip(weights, biases, (self.norm_q, self.norm_k, nn.Identity())):
-            yield norm(F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2))
+        for part, norm in enumerate((self.norm_q, self.norm_k, nn.Identity())):
+            yield norm(self.qkv(x, part).unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
     def merge(self, heads: Tensor) -> Tensor:
         """Heads (B, H, N, Dh) → tokens (B, N, D); without an output projection (B, N, H · Dh)."""
@@ -818,6 +837,8 @@ def copy_stream(stream: Heads, projections, out, norms) -> None:
         mine.load_state_dict({"weight": nn.init.normal_(other.weight)} if other else {})
 
 
+three, one = Stacked(64, 16, parts=3), torch.eye(64)  # three layers that share a matrix, asked one at a time
+assert torch.allclose(torch.cat([three(one, i) for i in range(3)], dim=-1), F.linear(one, three.weight, three.bias))
 sizes = dict(query_dim=64, heads=4, dim_head=16, bias=True, eps=1e-6)
 for theirs_norm, ours_norm in [(None, None), ("rms_norm", "rms")]:
     joined = dict(added_kv_proj_dim=64, context_pre_only=False, qk_norm=theirs_norm, processor=JointAttnProcessor2_0())

@@ -197,7 +197,7 @@ written = [[change(b[:, : a.shape[1]], a) for a, b in zip(x.keys, y.keys)] for x
 # %%
 STEPS, WORDS, seen = 12, ["pizza", "eyes", "red apple"], []
 hooks = [
-    layer.register_forward_hook(lambda layer, inputs, out: seen.append(out.chunk(3, dim=-1)[1]))
+    layer.register_forward_hook(lambda layer, inputs, out: seen.append(out) if inputs[1] == 1 else None)  # keys
     for layer in projections
 ]
 exact = painter(WORDS, num_inference_steps=STEPS, seed=3)
@@ -381,13 +381,15 @@ class KeepKV:
         self.every, self.part, self.calls, self.kept = every, part, Counter(), {}
 
     def __call__(self, layer, inputs, out):
-        q, fresh = out.tensor_split([out.shape[-1] // 3], dim=-1)  # (B, N, D), (B, N, 2 D): keys and values
-        if self.calls[layer] % self.every == 0:
-            self.kept[layer] = fresh[:, self.part].clone()
-        self.calls[layer] += 1
-        kept = fresh.clone()
-        kept[:, self.part] = self.kept[layer]
-        return torch.cat([q, kept], dim=-1)
+        place = layer, inputs[1]  # 0, 1, 2: queries, keys, values, (B, N, D) each
+        if inputs[1] == 0:
+            return out
+        if self.calls[place] % self.every == 0:
+            self.kept[place] = out[:, self.part].clone()
+        self.calls[place] += 1
+        kept = out.clone()
+        kept[:, self.part] = self.kept[place]
+        return kept
 
 
 def draw(keep: KeepKV, layers: list):
@@ -552,8 +554,8 @@ class KeepAlike(KeepKV):
         self.threshold, self.reused = threshold, 0
 
     def __call__(self, layer, inputs, out):
-        fresh = out.tensor_split([out.shape[-1] // 3], dim=-1)[1]
-        reuse = layer in self.kept and change(fresh, self.kept[layer]) < self.threshold
+        place = layer, inputs[1]
+        reuse = place in self.kept and change(out, self.kept[place]) < self.threshold
         self.every, self.reused = 10**6 if reuse else 1, self.reused + reuse
         return super().__call__(layer, inputs, out)
 
