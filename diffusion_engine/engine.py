@@ -275,8 +275,8 @@ class TextToImage:
     def encode(self, prompts: Sequence[str], switches: Switches = Switches()) -> PromptEmbeds:
         """Each prompt encoded alone, or taken from the cache, then stacked."""
         cache = self.prompt_cache if switches.prompt_cache else PromptCache(0)
-        keys = [(prompt, switches.upcast) for prompt in prompts]  # rounded elsewhere, so another entry
-        return stack_prompts([cache.get(key, lambda p=key[0]: self._encode(p)) for key in keys])
+        key = lambda prompt: (prompt, "upcast") if switches.upcast else prompt  # noqa: E731, rounded elsewhere
+        return stack_prompts([cache.get(key(prompt), lambda p=prompt: self._encode(p)) for prompt in prompts])
 
     def network(
         self, schedule: Schedule | None = None, switches: Switches = Switches(), cache: StepCache | None = None

@@ -252,7 +252,9 @@ NETS = {
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize(("side", "tokens", "batch"), [((16, 16), 24, 1), ((8, 40), 7, 3), ((8, 8), 60, 2), ((8, 16), 32, 2)])
+@pytest.mark.parametrize(
+    ("side", "tokens", "batch"), [((16, 16), 24, 1), ((8, 40), 7, 3), ((8, 8), 60, 2), ((8, 16), 32, 2)]
+)
 @pytest.mark.parametrize(("fused", "chunk"), [(True, None), (True, 16), (False, None), (False, 16)])
 def test_activations_of_other_nets(net, side, tokens, batch, fused, chunk):
     config, prompt = NETS[net], prompts(batch, tokens, 64)

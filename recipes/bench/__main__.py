@@ -60,9 +60,9 @@ def main(
             found = import_module(SECTIONS[name]).measure(bench)
             spent = {"date": date.today().isoformat(), "minutes": round((time.perf_counter() - begun) / 60, 2)}
             report[name] = {"machine": bench.machine | spent, **found}
-            ordered = {key: report[key] for key in SECTIONS if key in report}
-            text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
-            write_files({file: text.encode(), folder / "bench.md": markdown(ordered).encode()})
+    ordered = {key: report[key] for key in SECTIONS if key in report}
+    text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
+    write_files({file: text.encode(), folder / "bench.md": markdown(ordered).encode()})
     for name in names:
         typer.echo("\n".join(import_module(SECTIONS[name]).markdown(report[name])))
     typer.echo(f"{file}")

@@ -162,11 +162,11 @@ def markdown(found: dict) -> list[str]:
         "",
     ]
     lines += [
-        "Where the processor has no instructions for a type, one runs with `upcast` (kept so, multiplied in fp32; `reference` "
-        "does it by itself): the goals of time read that column then, the goal of bytes the one without.",
+        "Where the processor has no instructions for a type, `upcast` (kept so, multiplied in fp32) is the faster way once there "
+        "is work, and `reference` takes it by itself: the goals of time read the faster of both, the goal of bytes the one without.",
         "",
     ]
-    times = sorted((r["upcast_ratio"] or r["time_ratio"])[0] for r in rows)
+    times = sorted(min((r["upcast_ratio"] or r["time_ratio"])[0], r["time_ratio"][0]) for r in rows)
     middle, memory = (times[len(times) // 2] + times[(len(times) - 1) // 2]) / 2, max(r["peak_ratio"] for r in rows)
     least = sorted(r["products_over_diffusers"][0] for r in rows)[len(rows) // 2]
     return lines + [
