@@ -295,9 +295,7 @@ assert not torch.equal(u + 1.0 * (c - u), c)  # the formula typed in as it stand
 
 # %% tags=["check"]
 batch = initial_noise([5, 6, 7], engine.latent_shape(64, 64))
-assert torch.equal(
-    batch[2:], initial_noise([7], engine.latent_shape(64, 64))
-)  # picture 2 of a batch is picture "seed 7"
+assert torch.equal(batch[2:], initial_noise([7], engine.latent_shape(64, 64)))  # picture 2 of it is "seed 7"
 
 # %% [markdown] lang="zh"
 # 引擎的错误信息也要教人：哪个值不对，规则是什么，最近的正确值是多少。我们故意错一次。
