@@ -188,13 +188,16 @@ def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, 
         sigmas: (S,), the noise levels that it will be asked at; read where ``parts.hoist`` is on.
     """
     family, vae, made = parts.family, read_json(parts.folder / "vae" / "config.json"), PromptTable()
-    times = family.times(parts.folder, sigmas)
 
     def run(x: Tensor, t: Tensor, *prompt: Tensor | None, **more) -> Tensor:
         net = parts.get("transformer")
         if not parts.hoist:
             return net(x, t, *prompt, **more)
-        ahead = lambda: dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))  # noqa: E731
+
+        def ahead() -> dict[float, Any]:
+            times = family.times(parts.folder, sigmas)
+            return dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))
+
         return net.velocity(x, made.get(tuple(y for y in prompt if y is not None), ahead)[t[0].item()])
 
     velocity = family.network(run, parts.folder)

@@ -37,7 +37,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -588,7 +588,7 @@ class DDIM:
         """φ of t = 0 … 999, float64: cos φ = √ᾱ."""
         return self.alphas_cumprod.sqrt().acos()
 
-    @property
+    @cached_property  # asked at every step
     def sigmas(self) -> Tensor:
         """s = sin φ / (cos φ + sin φ) of t = 0 … 999, float64: where on the straight road the step t lies."""
         angles = self.angles

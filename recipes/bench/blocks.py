@@ -66,10 +66,11 @@ def stack_row(bench: Bench, dtype: str, tokens: int) -> dict:
     difference = float((ours().float() - theirs().float()).abs().max())
     if difference > tolerance:
         raise AssertionError(f"diffusers' blocks differ by {difference:.1e}: these are different networks")
-    *timings, least, upcast = take_turns(
-        ours, theirs, products(ours), widened(ours), repeats=21 if dtype == "float32" else 11
+    wide = [] if multiplies(getattr(torch, dtype)) else [widened(ours)]
+    ours_s, theirs_s, least, *upcast = take_turns(
+        ours, theirs, products(ours), *wide, repeats=21 if dtype == "float32" else 11
     )
-    peaks, narrow = [peak(run) for run in (ours, theirs)], not multiplies(getattr(torch, dtype))
+    timings, peaks = (ours_s, theirs_s), [peak(run) for run in (ours, theirs)]
     return {
         "dtype": dtype,
         "tokens": tokens,
@@ -79,8 +80,8 @@ def stack_row(bench: Bench, dtype: str, tokens: int) -> dict:
         **dict(zip(("ours_peak_bytes", "diffusers_peak_bytes"), peaks)),
         "peak_ratio": round(peaks[0] / peaks[1], 3),
         "max_abs_difference": float(f"{difference:.1e}"),
-        "upcast_ratio": kept(ratio(upcast, timings[1])) if narrow else None,
-        "upcast_peak_ratio": round(peak(widened(ours)) / peaks[1], 3) if narrow else None,
+        "upcast_ratio": kept(ratio(upcast[0], theirs_s)) if wide else None,
+        "upcast_peak_ratio": round(peak(wide[0]) / peaks[1], 3) if wide else None,
     }
 
 
