@@ -482,9 +482,9 @@ for name, config in RELEASED.items():
 
 # %% tags=["check"]
 network.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+network.requires_grad_(False)
 for name, weight in network.named_parameters():
     assert (weight.grad is None) == read_ahead_only(name), name
-network.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 半精度

@@ -460,9 +460,9 @@ print(f"dev: {idle / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion weights
 
 # %% tags=["check"]
 dev.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+dev.requires_grad_(False)
 for name, weight in dev.named_parameters():
     assert (weight.grad is None) == read_ahead_only(name), name  # no gradient reaches what made the knobs
-dev.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 时间别用半精度

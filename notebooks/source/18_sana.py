@@ -532,9 +532,9 @@ print(f"Sana 1.6B: {idle / 1e9:.2f} of {sum(sizes.values()) / 1e9:.2f} billion w
 
 # %% tags=["check"]
 sana.requires_grad_(True).velocity(latents, ahead[0]).sum().backward()
+sana.requires_grad_(False)
 for name, weight in sana.named_parameters():
     assert (weight.grad is None) == read_ahead_only(name), name  # no gradient reaches what was made ahead
-sana.requires_grad_(False)
 
 # %% [markdown] lang="zh"
 # ## 住进 SanaPipeline
