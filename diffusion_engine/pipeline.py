@@ -97,7 +97,7 @@ def denoise(
     velocity: Velocity,
     noise: Tensor,
     schedule: Schedule,
-    solver: str = "euler",
+    solver: str | Callable = "euler",
     callback: Callback | None = None,
     start: int = 0,
     history: tuple = (),
@@ -117,13 +117,14 @@ def denoise(
         ValueError: unknown solver, ``start`` outside 0 … N, a velocity not shaped like the latents.
         NotFiniteError: names the step.
     """
-    if solver not in SOLVERS:
+    if not callable(solver) and solver not in SOLVERS:
         raise ValueError(f"solver {solver!r} is unknown; try one of {', '.join(SOLVERS)}")
+    walk = solver if callable(solver) else SOLVERS[solver]
     if not 0 <= start <= schedule.num_steps:
         raise ValueError(f"start {start} is outside 0 … {schedule.num_steps}, the steps of this schedule; try 0")
     x, count = noise if buffer is None else buffer.load(noise), schedule.num_steps
     for k, (sigma, sigma_next) in list(enumerate(schedule, 1))[start:]:
-        step = SOLVERS[solver](velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
+        step = walk(velocity, x, sigma, sigma_next, history, None if buffer is None else buffer.back)
         if step.velocity.shape != x.shape:
             raise ValueError(f"velocity has shape {tuple(step.velocity.shape)}; expected {tuple(x.shape)}")
         require_finite(step.latents, f"denoise, step {k} of {count},")
@@ -201,7 +202,7 @@ def generate(
     shape: Sequence[int],
     device: torch.device | str = "cpu",
     latents: Tensor | None = None,
-    solver: str = "euler",
+    solver: str | Callable = "euler",
     callback: Callback | None = None,
     resume: Result | State | None = None,
     meter: Callable | None = None,

@@ -1,10 +1,8 @@
 # Generated from notebooks/source/21_cogvideox.py by `course export`.
 # Do not edit: change the chapter and export again.
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_pos
 from diffusion_engine.dit import Conditions
 from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
-from diffusion_engine.scheduler import TRAIN_STEPS, Schedule, make_schedule, shift_sigmas
 from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
 from diffusion_engine.transformer_block import FeedForward, Mod, split_mods
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
@@ -211,7 +208,7 @@ def cogvideox_keys(config: CogVideoXConfig) -> KeyMap:
 class CogVideoX(nn.Module):
     """CogVideoX from text (2B, 5B, 1.5): v-prediction of video latents; the order of arguments is that of `DiT`.
 
-    Its output is **not** a velocity; `straighten` makes one of it. Source: Yang et al. 2024; diffusers
+    Its output is **not** a velocity; chapter 23 makes one of it. Source: Yang et al. 2024; diffusers
     ``cogvideox_transformer_3d.py``.
     """
 
@@ -272,124 +269,3 @@ class CogVideoX(nn.Module):
         """The same under diffusers' names: latents (B, T, C, H, W), rotations (N, head_dim) with each number twice."""
         rope = None if image_rotary_emb is None else Rope(*(table[:, ::2] for table in image_rotary_emb))
         return self(hidden_states.transpose(1, 2), timestep.float(), encoder_hidden_states, rope=rope).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class DDIM:
-    """``scheduler_config.json`` of diffusers' ``CogVideoXDDIMScheduler``: its names, its defaults.
-
-    Built for v-prediction and trailing time steps; the entries about clipping are idle there, too.
-
-    Raises:
-        ValueError: another prediction, spacing, β or number of training steps.
-    """
-
-    num_train_timesteps: int = TRAIN_STEPS
-    beta_start: float = 0.00085
-    beta_end: float = 0.012
-    beta_schedule: str = "scaled_linear"
-    clip_sample: bool = True
-    set_alpha_to_one: bool = True
-    prediction_type: str = "epsilon"
-    clip_sample_range: float = 1.0
-    sample_max_value: float = 1.0
-    timestep_spacing: str = "leading"
-    rescale_betas_zero_snr: bool = False
-    snr_shift_scale: float = 3.0
-
-    def __post_init__(self):
-        require(self, num_train_timesteps=TRAIN_STEPS, beta_schedule="scaled_linear")
-        require(self, prediction_type="v_prediction", timestep_spacing="trailing")
-
-    @property
-    def alphas_cumprod(self) -> Tensor:
-        """ᾱ of t = 0 … 999, float64: Π (1 − β); 1 − ᾱ shifted as σ is; √ᾱ stretched to end at 0 (zero terminal SNR)."""
-        betas = torch.linspace(self.beta_start**0.5, self.beta_end**0.5, TRAIN_STEPS, dtype=torch.float64) ** 2
-        alphas = 1 - shift_sigmas(1 - (1 - betas).cumprod(0), self.snr_shift_scale)
-        first, last = alphas[0].sqrt(), alphas[-1].sqrt()
-        return ((alphas.sqrt() - last) * first / (first - last)) ** 2 if self.rescale_betas_zero_snr else alphas
-
-    @property
-    def angles(self) -> Tensor:
-        """φ of t = 0 … 999, float64: cos φ = √ᾱ."""
-        return self.alphas_cumprod.sqrt().acos()
-
-    @cached_property  # asked at every step
-    def sigmas(self) -> Tensor:
-        """s = sin φ / (cos φ + sin φ) of t = 0 … 999, float64: where on the straight road the step t lies."""
-        angles = self.angles
-        return angles.sin() / (angles.cos() + angles.sin())
-
-
-def ddim_timesteps(num_inference_steps: int) -> list[int]:
-    """N steps of training from 999 down, 1000 / N apart ("trailing").
-
-    diffusers' rounding, ties included; where its grid gains a step t = −1 by rounding (N = 61, …), it is left out.
-
-    Raises:
-        ValueError: N is no whole number within 1…1000.
-    """
-    steps = make_schedule(num_inference_steps).num_steps  # refuses other counts
-    gap = TRAIN_STEPS - (TRAIN_STEPS - TRAIN_STEPS / steps)  # as numpy's arange rounds it: decides ties
-    return [round(TRAIN_STEPS - k * gap) - 1 for k in range(steps)]
-
-
-def ddim_turns(ddim: DDIM, num_inference_steps: int) -> list[tuple[int, float]]:
-    """(t, φ − φ_next) of every step, as diffusers takes them: to t − ⌊1000 / N⌋, at the end to data."""
-    steps, angles = ddim_timesteps(num_inference_steps), ddim.angles.tolist()
-    stride, end = TRAIN_STEPS // num_inference_steps, 0.0 if ddim.set_alpha_to_one else angles[0]
-    return [(t, angles[t] - (angles[t - stride] if t >= stride else end)) for t in steps]
-
-
-def ddim_step(x: Tensor, v: Tensor, turn: float) -> Tensor:
-    """cos(δ) · x − sin(δ) · v in fp32: one deterministic DDIM step by the angle δ = φ − φ_next, cast back to x's dtype.
-
-    Args:
-        x, v: latents and the network's v-prediction there, of one shape. turn: δ, see `ddim_turns`.
-
-    Source: Song et al. 2020 (DDIM), eq. 12 with η = 0; Salimans & Ho 2022, appendix D.
-    """
-    return (math.cos(turn) * x.float() - math.sin(turn) * v.float()).to(x.dtype)
-
-
-def straight_schedule(ddim: DDIM, num_inference_steps: int) -> Schedule:
-    """The steps of `ddim_timesteps` on the straight road, for `straighten`.
-
-    Where N divides 1000 they end where `ddim_turns` ends them; elsewhere diffusers' steps end a little off the next one's
-    beginning and off data, and these do not.
-
-    Raises:
-        ValueError: noise that does not run from pure noise to data.
-    """
-    require(ddim, rescale_betas_zero_snr=True, set_alpha_to_one=True)
-    return Schedule((*ddim.sigmas[ddim_timesteps(num_inference_steps)].tolist(), 0.0))
-
-
-def nearest_steps(ddim: DDIM, s: Tensor) -> Tensor:
-    """The step of training that lies nearest to each s (B,) on the straight road: what the network is told, 0.0 … 999.0."""
-    return (ddim.sigmas.float().to(s.device) - s.unsqueeze(1)).abs().argmin(dim=1).float()
-
-
-def straighten(network: Callable[..., Tensor], ddim: DDIM) -> Callable[..., Tensor]:
-    """A v-predicting network as a velocity on the straight road: u = k² (2s − 1) · y + k · v(k · y, t_train).
-
-    k = 1 / √(s² + (1 − s)²) = cos φ + sin φ. Walk it down `straight_schedule`; guidance may come before or after.
-
-    Args:
-        network: network(x, t, …) → v, t = 0 … 999. ddim: says which is taken at which s, see `nearest_steps`.
-
-    Returns:
-        velocity(latents y (B, …), t = 1000 · s (B,), …) → (B, …) in the dtype of y; what follows t is handed on.
-
-    Source: Gao et al. 2024, "Diffusion meets flow matching".
-    """
-
-    def velocity(latents: Tensor, t: Tensor, *condition, **more) -> Tensor:
-        s = t.float() / TRAIN_STEPS
-        step = nearest_steps(ddim, s)
-        s = s.reshape(-1, *[1] * (latents.ndim - 1))
-        k, y = (s**2 + (1 - s) ** 2) ** -0.5, latents.float()
-        v = network((k * y).to(latents.dtype), step, *condition, **more)
-        return (k**2 * (2 * s - 1) * y + k * v.float()).to(latents.dtype)
-
-    return velocity

@@ -1,7 +1,7 @@
 """What each family's pipeline does around its transformer: rules, sizes and licences, one class a family.
 
-Chapter 23 has one loop for all of them and asks here for what differs: how the text encoders are called, which schedule is
-followed, how latents lie, what stands between latents and VAE. diffusers and transformers are borrowed for text encoders and
+Chapter 24 has one loop for all of them and asks here for what differs: how the text encoders are called, which road is
+walked, how latents lie, what stands between latents and VAE. diffusers and transformers are borrowed for text encoders and
 VAEs, and imported when one of them is first needed.
 """
 
@@ -14,14 +14,24 @@ from torch import Tensor, nn
 from diffusion_engine.dit import unpatchify
 from diffusion_engine.pipeline import initial_noise
 from diffusion_engine.reference.checkpoint import read_config, read_json
-from diffusion_engine.reference.cogvideox import DDIM, CogVideoX, nearest_steps, straight_schedule, straighten
+from diffusion_engine.reference.cogvideox import CogVideoX
 from diffusion_engine.reference.flux import Flux
 from diffusion_engine.reference.hunyuan_video import HunyuanVideo
 from diffusion_engine.reference.ltx import LTX
 from diffusion_engine.reference.sana import Sana
 from diffusion_engine.reference.sd3 import SD3
+from diffusion_engine.reference.solvers import (
+    DDIM,
+    FLOW,
+    Road,
+    nearest_steps,
+    read_road,
+    straight_schedule,
+    straighten,
+    told_times,
+)
 from diffusion_engine.reference.wan import Wan
-from diffusion_engine.scheduler import Schedule
+from diffusion_engine.scheduler import Schedule, euler_step
 from diffusion_engine.text_conditioning import PromptEmbeds
 
 
@@ -92,17 +102,17 @@ class Family:
         """(frames, pixels a side) that one latent covers, from the VAE's configuration."""
         return 1, 2 ** (len(vae.get("block_out_channels") or vae["encoder_block_out_channels"]) - 1)
 
-    def schedule(self, folder, steps: int, tokens: int) -> Schedule:
-        """The road that the folder's ``scheduler_config.json`` describes."""
-        return Schedule.from_config(folder / "scheduler", steps, num_tokens=tokens, grid=self.grid)
+    def road(self, folder, steps: int, tokens: int) -> Road:
+        """The schedule and the solver that the folder's ``scheduler_config.json`` asks for."""
+        return read_road(folder / "scheduler", steps, tokens, self.grid)
 
-    def network(self, net: Callable, folder) -> Callable:
-        """The transformer as a velocity: itself, unless it predicts something else."""
-        return net
+    def network(self, net: Callable, folder, schedule: Schedule) -> Callable:
+        """The transformer as a velocity, asked with t = 1000 · σ and told the schedule's own times."""
+        return told_times(net, schedule)
 
-    def times(self, folder, sigmas: Tensor) -> Tensor:
-        """What the transformer is told as time at each noise level (S,)."""
-        return 1000 * sigmas
+    def times(self, folder, schedule: Schedule) -> Tensor:
+        """What the transformer is told as time at each step (N,)."""
+        return schedule.timesteps
 
     def extra(self, net: nn.Module, x: Tensor, guidance: float, vae: dict) -> dict:
         """What the network needs beyond latents, time and text."""
@@ -193,6 +203,7 @@ class SanaFamily(Family):
 
     kind, pipeline = Sana, "SanaPipeline"
     transformer, vae = "SanaTransformer2DModel", "AutoencoderDC"
+    scheduler = "DPMSolverMultistepScheduler"
     facts = Facts(
         "Efficient-Large-Model/Sana_1600M_1024px_diffusers", "NSCL v2-custom", 1.604, 2.614, 0.312, 2240, side=32
     )
@@ -202,7 +213,7 @@ class SanaFamily(Family):
         | {"num_cross_attention_heads": 3, "cross_attention_head_dim": 16, "cross_attention_dim": 48}
         | {"caption_channels": 24, "sample_size": 8},
         DC | {"scaling_factor": 0.41407},
-        {"shift": 3.0},
+        FLOW | {"flow_shift": 3.0},
     )
 
     def encode(self, pipe, prompt, negative, device):
@@ -219,6 +230,7 @@ class WanFamily(Family):
 
     kind, pipeline = Wan, "WanPipeline"
     transformer, vae = "WanTransformer3DModel", "AutoencoderKLWan"
+    scheduler = "UniPCMultistepScheduler"
     facts = Facts("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Apache-2.0", 1.419, 5.681, 0.127, 1536, frames=4, decoded=4)
     grid, height, width, frames = "double", 480, 832, 81
     tiny = (
@@ -227,7 +239,7 @@ class WanFamily(Family):
         {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
         | {"temperal_downsample": [False, True, True]}
         | {"latents_mean": [0.1, -0.3, 0.0, 0.7], "latents_std": [1.5, 0.6, 2.0, 1.0]},
-        {"shift": 3.0},
+        FLOW | {"flow_shift": 3.0},
     )
 
     def encode(self, pipe, prompt, negative, device):
@@ -299,7 +311,7 @@ class LTXFamily(Family):
 
 
 class CogVideoXFamily(Family):
-    """Clips; it predicts v on a DDIM road, which chapter 21 straightens; the pipeline puts frames before channels."""
+    """Clips; it predicts v on a DDIM road, which chapter 23 straightens; the pipeline puts frames before channels."""
 
     kind, pipeline = CogVideoX, "CogVideoXPipeline"
     transformer, vae = "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
@@ -328,14 +340,14 @@ class CogVideoXFamily(Family):
             raise ValueError(f"scheduler {found} is not followed for this family; try {self.scheduler}")
         return read_config(DDIM, values)
 
-    def schedule(self, folder, steps, tokens):
-        return straight_schedule(self.ddim(folder), steps)
+    def road(self, folder, steps, tokens):
+        return Road(straight_schedule(self.ddim(folder), steps), euler_step)
 
-    def network(self, net, folder):
+    def network(self, net, folder, schedule):
         return straighten(net, self.ddim(folder))
 
-    def times(self, folder, sigmas):
-        return nearest_steps(self.ddim(folder), sigmas)
+    def times(self, folder, schedule):
+        return nearest_steps(self.ddim(folder), schedule.sigmas[:-1])
 
     def noise(self, seed, shape):
         c, t, h, w = shape

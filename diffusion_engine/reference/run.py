@@ -1,4 +1,4 @@
-# Generated from notebooks/source/23_run.py by `course export`.
+# Generated from notebooks/source/24_run.py by `course export`.
 # Do not edit: change the chapter and export again.
 
 import gc
@@ -20,6 +20,7 @@ from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
 from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
+from diffusion_engine.scheduler import Schedule
 from diffusion_engine.text_conditioning import PromptEmbeds
 
 
@@ -181,11 +182,11 @@ def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, Prompt
     return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
 
 
-def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
+def network(parts: Parts, guidance: float, schedule: Schedule) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
     """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside.
 
     Args:
-        sigmas: (S,), the noise levels that it will be asked at; read where ``parts.hoist`` is on.
+        schedule: where it will be asked, and what it is told as time there.
     """
     family, vae, made = parts.family, read_json(parts.folder / "vae" / "config.json"), PromptTable()
 
@@ -195,12 +196,12 @@ def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, 
             return net(x, t, *prompt, **more)
 
         def ahead() -> dict[float, Any]:
-            times = family.times(parts.folder, sigmas)
+            times = family.times(parts.folder, schedule)
             return dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))
 
         return net.velocity(x, made.get(tuple(y for y in prompt if y is not None), ahead)[t[0].item()])
 
-    velocity = family.network(run, parts.folder)
+    velocity = family.network(run, parts.folder, schedule)
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
@@ -223,20 +224,19 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
     order = order.within(parts.family)
     shape, tokens = latent_shape(parts, order)
     scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
-    schedule = parts.family.schedule(parts.folder, order.steps, tokens)
+    schedule, solver = parts.family.road(parts.folder, order.steps, tokens)
     with Upcast() if parts.upcast else nullcontext():
         return generate(
             [order.prompt],
             [order.seed],
             schedule,
             encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
-            velocity=lambda condition: guided_velocity(
-                network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
-            ),
+            velocity=lambda condition: guided_velocity(network(parts, order.guidance, schedule), *condition, scale),
             decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
             shape=shape,
             device=parts.device,
             latents=parts.family.noise(order.seed, shape),
+            solver=solver,
             meter=meter,
             callback=callback,
         )

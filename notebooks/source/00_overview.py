@@ -216,7 +216,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 # | [10](10_pipeline.ipynb) | 这些零件怎样连成一条线？ | `pipeline` |
 # | [11](11_training.ipynb) | 权重从哪里来？ | `training` |
 #
-# 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–23：SD3、FLUX、Sana 画图，Wan、LTX、CogVideoX、HunyuanVideo 画视频），以及一台用来对照的自回归引擎（A1–A4）。
+# 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–24：SD3、FLUX、Sana 画图，Wan、LTX、CogVideoX、HunyuanVideo 画视频），以及一台用来对照的自回归引擎（A1–A4）。
 
 # %% [markdown] lang="en" twin="9564018c"
 # ## The map
@@ -237,7 +237,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 # | [10](10_pipeline.ipynb) | How do the parts become one line? | `pipeline` |
 # | [11](11_training.ipynb) | Where do the weights come from? | `training` |
 #
-# Further on: memory (12), optimisations (13), video (14), seven real model families (15–23: SD3, FLUX and Sana draw pictures, Wan, LTX, CogVideoX and HunyuanVideo clips), and an autoregressive engine for contrast (A1–A4).
+# Further on: memory (12), optimisations (13), video (14), seven real model families (15–24: SD3, FLUX and Sana draw pictures, Wan, LTX, CogVideoX and HunyuanVideo clips), and an autoregressive engine for contrast (A1–A4).
 
 # %%
 parts = {"text encoder": engine.text_encoder, "DiT": engine.dit, "VAE": engine.vae}

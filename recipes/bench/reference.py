@@ -1,6 +1,6 @@
 """The real families against diffusers: the same random weights at a reduced width, one velocity, time and peak bytes.
 
-Ours is measured as chapter 23 runs it with ``--hoist``: what looks at no latent is made once for all steps, and its time is
+Ours is measured as chapter 24 runs it with ``--hoist``: what looks at no latent is made once for all steps, and its time is
 divided by their number. Where the difference comes from is told by kind of operator.
 """
 

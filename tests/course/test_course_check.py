@@ -358,10 +358,10 @@ def test_the_overview_may_import_everything_and_the_borrower_its_references(root
     overview = chapter_text("00", "overview", [code("from diffusion_engine import second\nimport diffusion_engine")])
     overview = overview.replace("#     module: overview\n", "").replace(' tags=["export"]', "")
     (root / "notebooks" / "source" / "00_overview.py").write_text(overview, encoding="utf-8")
-    last = chapter_text("23", "run", [code("import diffusers", "export")]).replace(
+    last = chapter_text("24", "run", [code("import diffusers", "export")]).replace(
         "module: run", "module: reference/run"
     )
-    (root / "notebooks" / "source" / "23_run.py").write_text(last, encoding="utf-8")
+    (root / "notebooks" / "source" / "24_run.py").write_text(last, encoding="utf-8")
     found = [f.text() for f in check_all(root) if f.rule in ("import", "header", "checks", "cells")]
     assert [text for text in found if "00_overview" in text] == []
     assert [text for text in found if "outside a check" in text] == []

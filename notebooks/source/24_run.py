@@ -10,22 +10,22 @@
 # ---
 
 # %% [markdown] lang="zh"
-# # 23 · 整条流水线：跑起来，量一量（run）
+# # 24 · 整条流水线：跑起来，量一量（run）
 #
 # 读完这一章，真实家族从提示词走到图片：循环、噪声表、引导和变换器是你的，文本编码器和 VAE 向 diffusers 借；结果与它的流水线对得上。
 #
 # | 你会做出 | 你需要 | 时间 | 模块 |
 # | --- | --- | --- | --- |
-# | 借来的零件、一条循环、用完就放、与 diffusers 对照、账本 | 第 08、10、12 章，第 15–22 章的家族 | 40 分钟 | `diffusion_engine/reference/run.py` |
+# | 借来的零件、一条循环、用完就放、与 diffusers 对照、账本 | 第 08、10、12 章，第 15–23 章的家族与走法 | 40 分钟 | `diffusion_engine/reference/run.py` |
 
-# %% [markdown] lang="en" twin="30b4bcf6"
-# # 23 · Whole pipelines: run them, measure them
+# %% [markdown] lang="en" twin="1ef150f4"
+# # 24 · Whole pipelines: run them, measure them
 #
 # After this chapter real families go from prompt to picture: loop, schedule, guidance and transformer are yours, text encoders and VAE are borrowed from diffusers; and the result agrees with its pipeline.
 #
 # | You build | You need | Time | Module |
 # | --- | --- | --- | --- |
-# | borrowed parts, one loop, parts let go after use, a comparison with diffusers, the books | chapters 08, 10, 12, the families of chapters 15–22 | 40 minutes | `diffusion_engine/reference/run.py` |
+# | borrowed parts, one loop, parts let go after use, a comparison with diffusers, the books | chapters 08, 10, 12, the families and their ways of chapters 15–23 | 40 minutes | `diffusion_engine/reference/run.py` |
 
 # %% [markdown] lang="zh"
 # **先想一想**：FLUX 的变换器 24 GB，文本编码器近 10 GB，VAE 不到 1 GB。内存只有 28 GB，还能跑吗？写下你的办法，再写下它多花的时间花在哪里。
@@ -53,6 +53,7 @@ from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
 from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
+from diffusion_engine.scheduler import Schedule
 from diffusion_engine.text_conditioning import PromptEmbeds
 
 # %% tags=["hide"]
@@ -81,18 +82,19 @@ show(
 # %% [markdown] lang="zh"
 # ## 各家的规矩
 #
-# 变换器之外，七个家族只差几条规矩：几步、引导怎么给、补位要不要遮、一个潜变量管几帧几像素。规矩写在 `families.py`，一家一个类，只写与众不同的地方；循环就只有一份。
+# 变换器之外，七个家族只差几条规矩：几步、引导怎么给、补位要不要遮、一个潜变量管几帧几像素、怎么走。规矩写在 `families.py`，一家一个类，只写与众不同的地方；循环就只有一份。
 
-# %% [markdown] lang="en" twin="f2e2c976"
+# %% [markdown] lang="en" twin="2b8bae15"
 # ## House rules
 #
-# Outside the transformer, seven families differ in a few rules only: how many steps, how guidance is given, whether padding is hidden, how many frames and pixels a latent covers. They stand in `families.py`, one class a family that says only what is out of the ordinary; one loop is enough.
+# Outside the transformer, seven families differ in a few rules only: how many steps, how guidance is given, whether padding is hidden, how many frames and pixels a latent covers, how to walk. They stand in `families.py`, one class a family that says only what is out of the ordinary; one loop is enough.
 
 # %%
 for name, family in FAMILIES.items():
     size = f"{family.frames} × {family.height} × {family.width}"
     guidance, padding = "an input" if family.embedded else "outside", "hidden" if family.masked else "seen"
-    print(f"{name:14}{size:17}{family.steps} steps  guidance {guidance:9} padding {padding}")
+    walk = next(way for way in ("Euler", "DPM", "UniPC", "DDIM") if way in family.scheduler)
+    print(f"{name:14}{size:17}{family.steps} steps of {walk:6} guidance {guidance:9} padding {padding}")
 
 # %% tags=["check"]
 assert list(FAMILIES) == ["sd3", "flux", "sana", "wan", "ltx", "cogvideox", "hunyuan_video"]
@@ -347,11 +349,11 @@ def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, Prompt
     return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
 
 
-def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
+def network(parts: Parts, guidance: float, schedule: Schedule) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
     """The transformer as chapter 08 calls it: (x, t, prompt) → velocity, fp32 outside, ``parts.dtype`` inside.
 
     Args:
-        sigmas: (S,), the noise levels that it will be asked at; read where ``parts.hoist`` is on.
+        schedule: where it will be asked, and what it is told as time there.
     """
     family, vae, made = parts.family, read_json(parts.folder / "vae" / "config.json"), PromptTable()
 
@@ -361,12 +363,12 @@ def network(parts: Parts, guidance: float, sigmas: Tensor) -> Callable[[Tensor, 
             return net(x, t, *prompt, **more)
 
         def ahead() -> dict[float, Any]:
-            times = family.times(parts.folder, sigmas)
+            times = family.times(parts.folder, schedule)
             return dict(zip(times.tolist(), net.hoist(x.shape[1:], times.to(x.device), *prompt, **more)))
 
         return net.velocity(x, made.get(tuple(y for y in prompt if y is not None), ahead)[t[0].item()])
 
-    velocity = family.network(run, parts.folder)
+    velocity = family.network(run, parts.folder, schedule)
 
     def model(x: Tensor, t: Tensor, prompt: PromptEmbeds) -> Tensor:
         net = parts.get("transformer")
@@ -390,20 +392,19 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
     order = order.within(parts.family)
     shape, tokens = latent_shape(parts, order)
     scale = 1.0 if parts.family.embedded else order.guidance  # where it is embedded, one forward a step
-    schedule = parts.family.schedule(parts.folder, order.steps, tokens)
+    schedule, solver = parts.family.road(parts.folder, order.steps, tokens)
     with Upcast() if parts.upcast else nullcontext():
         return generate(
             [order.prompt],
             [order.seed],
             schedule,
             encode=lambda prompts: encode(parts, (prompts[0], order.negative)),
-            velocity=lambda condition: guided_velocity(
-                network(parts, order.guidance, schedule.sigmas[:-1]), *condition, scale
-            ),
+            velocity=lambda condition: guided_velocity(network(parts, order.guidance, schedule), *condition, scale),
             decode=lambda latents: parts.family.decode(parts.get("vae"), latents),
             shape=shape,
             device=parts.device,
             latents=parts.family.noise(order.seed, shape),
+            solver=solver,
             meter=meter,
             callback=callback,
         )
@@ -640,7 +641,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # | `Parts(offload=True)` | `enable_model_cpu_offload`（搬走，不丢掉） |
 # | `Family.decode` | `__call__` 末尾，`vae.decode` 与 `VaeImageProcessor`、`VideoProcessor` |
 #
-# **还缺什么**：真实权重没有在这里跑过，一切都在很小的随机权重上证明；Sana 自己的 DPM-Solver 噪声表这里会拒绝；Wan 的 UniPC 只取它的噪声表，步子仍是欧拉；CogVideoX 1.5 和图生视频不在这条循环里。
+# **还缺什么**：真实权重没有在这里跑过，一切都在很小的随机权重上证明；CogVideoX 1.5 和图生视频不在这条循环里。
 #
 # ## 三个问题
 #
@@ -648,7 +649,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # 2. 修改：同样的订单，把精度换成 bf16，潜变量差多少？
 # 3. 动手：引导强度等于 1 时，负面提示词不该有任何作用，证明它。
 
-# %% [markdown] lang="en" twin="fdafb57b"
+# %% [markdown] lang="en" twin="7cabac12"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |
@@ -658,7 +659,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # | `Parts(offload=True)` | `enable_model_cpu_offload` (moves away, does not let go) |
 # | `Family.decode` | the end of `__call__`, `vae.decode` and `VaeImageProcessor`, `VideoProcessor` |
 #
-# **What is missing:** no real weights have run here, everything is proven on very small random ones; Sana's own DPM-Solver schedule is refused; of Wan's UniPC only the schedule is followed, with Euler steps; CogVideoX 1.5 and image-to-video are not in this loop.
+# **What is missing:** no real weights have run here, everything is proven on very small random ones; CogVideoX 1.5 and image-to-video are not in this loop.
 #
 # ## Three questions
 #
