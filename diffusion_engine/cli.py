@@ -640,18 +640,17 @@ def _reference(family, model, asked, output, where, download, ways, profile, com
     from diffusion_engine.memory_manager import format_bytes
     from diffusion_engine.reference import run
     from diffusion_engine.reference.families import FAMILIES
+    from diffusion_engine.reference.tiny import write_tiny
 
     with tempfile.TemporaryDirectory() as room, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = (
-            run.write_tiny(family, room) if tiny else run.find_pipeline(model or FAMILIES[family].facts.hub, download)
+            write_tiny(family, room) if tiny else run.find_pipeline(model or FAMILIES[family].facts.hub, download)
         )
         device, order = choose_device(where[0]), run.Order(**asked)
         parts = run.Parts(folder, family, device, getattr(torch, where[1]), *ways)
         if parts.upcast:
             _say("note", f"this processor has no instructions for {where[1]}: it is kept so and multiplied in float32")
-        if not parts.has_encoders:
-            _say("note", "the folder has no text encoders: prompt embeddings are drawn from the prompt's hash")
         total = order.within(FAMILIES[family]).steps
         with tqdm(total=total, desc=family, leave=False, disable=not sys.stderr.isatty()) as bar:
             result = run.draw(parts, order, callback=lambda info: bar.update() and None)
@@ -663,7 +662,7 @@ def _reference(family, model, asked, output, where, download, ways, profile, com
         _, tokens = run.latent_shape(parts, order.within(parts.family))
         pictures = f"{len(result.images)} of {result.images[0].size}"
         flow = f"latents {tuple(result.latents.shape)}, {tokens} tokens, pictures {pictures}"
-        if not parts.has_encoders:  # drawn once more for their shape; real encoders would be loaded again
+        if tiny:  # read once more for their shape; real encoders would take their time again
             flow = f"text {tuple(run.encode(parts, (order.prompt, ''))[0].tokens.shape)}, {flow}"
         _say("shapes", flow)
         if profile:

@@ -5,6 +5,7 @@ walked, how latents lie, what stands between latents and VAE. diffusers and tran
 VAEs, and imported when one of them is first needed.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from diffusion_engine.reference.sana import Sana
 from diffusion_engine.reference.sd3 import SD3
 from diffusion_engine.reference.solvers import (
     DDIM,
-    FLOW,
     Road,
     nearest_steps,
     read_road,
@@ -67,7 +67,7 @@ class Family:
         masked: the transformer is told which text tokens are padding.
         embedded: guidance is fed to the network, which then runs once a step.
         packed: latents a side that the pipeline folds into one before the transformer sees them.
-        fps: frames a second of a clip. tiny: entries of (transformer, VAE, scheduler) of a very small random model.
+        fps: frames a second of a clip. settings: what diffusers' pipeline must be told besides, to do the same.
     """
 
     kind: type
@@ -82,7 +82,7 @@ class Family:
     masked = embedded = False
     packed = 1
     fps = 16
-    tiny: tuple[dict, dict, dict]
+    settings: dict = {}
 
     @property
     def is_clip(self) -> bool:
@@ -93,10 +93,6 @@ class Family:
         """Prompt and negative prompt through the pipeline's own text encoders."""
         text, no_text = pipe.encode_prompt(prompt, negative, True, device=device)
         return words(text), words(no_text)
-
-    def asked(self, cond: PromptEmbeds, uncond: PromptEmbeds | None) -> dict:
-        """The same prompt embeddings as arguments of diffusers' pipeline."""
-        return {"prompt_embeds": cond.tokens, "negative_prompt_embeds": uncond.tokens}
 
     def factors(self, vae: dict) -> tuple[int, int]:
         """(frames, pixels a side) that one latent covers, from the VAE's configuration."""
@@ -138,10 +134,6 @@ class Family:
         return images[0].transpose(0, 1) if self.is_clip else images
 
 
-KL = {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
-DOWN_UP = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-
-
 class SD3Family(Family):
     """Three text encoders, two of which also give a pooled vector."""
 
@@ -149,21 +141,10 @@ class SD3Family(Family):
     transformer, vae = "SD3Transformer2DModel", "AutoencoderKL"
     facts = Facts("stabilityai/stable-diffusion-3.5-medium", "Stability AI Community, gated", 2.243, 5.581, 0.084, 1536)
     grid, steps, guidance = "double", 28, 7.0
-    tiny = (
-        {"sample_size": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 4}
-        | {"out_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 24, "caption_projection_dim": 64}
-        | {"pos_embed_max_size": 12, "qk_norm": "rms_norm", "dual_attention_layers": [0]},
-        KL | DOWN_UP | {"scaling_factor": 1.5305, "shift_factor": 0.0609},
-        {"shift": 3.0},
-    )
 
     def encode(self, pipe, prompt, negative, device):
         text, no_text, pooled, no_pooled = pipe.encode_prompt(prompt, None, None, device, negative_prompt=negative)
         return words(text, None, pooled), words(no_text, None, no_pooled)
-
-    def asked(self, cond, uncond):
-        pooled = {"pooled_prompt_embeds": cond.pooled, "negative_pooled_prompt_embeds": uncond.pooled}
-        return super().asked(cond, uncond) | pooled
 
 
 class FluxFamily(Family):
@@ -173,29 +154,13 @@ class FluxFamily(Family):
     transformer, vae = "FluxTransformer2DModel", "AutoencoderKL"
     facts = Facts("black-forest-labs/FLUX.1-dev", "FLUX.1 [dev] Non-Commercial, gated", 11.901, 4.886, 0.084, 3072)
     steps, guidance, embedded, packed = 28, 3.5, True, 2
-    tiny = (
-        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
-        | {"num_attention_heads": 4, "joint_attention_dim": 32, "pooled_projection_dim": 24}
-        | {"axes_dims_rope": [4, 6, 6]},
-        KL | DOWN_UP | {"scaling_factor": 0.3611, "shift_factor": 0.1159},
-        {"use_dynamic_shifting": True},
-    )
 
     def encode(self, pipe, prompt, negative, device):
         text, pooled, _ = pipe.encode_prompt(prompt, None, device)
         return words(text, None, pooled), None
 
-    def asked(self, cond, uncond):
-        return {"prompt_embeds": cond.tokens, "pooled_prompt_embeds": cond.pooled}
-
     def unpacked(self, latents, shape):
         return unpatchify(latents, 2, (shape[1] // 2, shape[2] // 2), channels_first=True)
-
-
-DC = {"latent_channels": 4, "attention_head_dim": 4, "upsample_block_type": "interpolate", "decoder_act_fns": "silu"}
-for way in ("encoder", "decoder"):
-    DC |= {f"{way}_block_types": "ResBlock", f"{way}_block_out_channels": (8, 8, 8)}
-    DC |= {f"{way}_layers_per_block": (1, 1, 1), f"{way}_qkv_multiscales": ((), (), ())}
 
 
 class SanaFamily(Family):
@@ -208,21 +173,15 @@ class SanaFamily(Family):
         "Efficient-Large-Model/Sana_1600M_1024px_diffusers", "NSCL v2-custom", 1.604, 2.614, 0.312, 2240, side=32
     )
     grid, steps, guidance, masked = "double", 20, 4.5, True
-    tiny = (
-        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2}
-        | {"num_cross_attention_heads": 3, "cross_attention_head_dim": 16, "cross_attention_dim": 48}
-        | {"caption_channels": 24, "sample_size": 8},
-        DC | {"scaling_factor": 0.41407},
-        FLOW | {"flow_shift": 3.0},
-    )
+    settings = {"use_resolution_binning": False}
 
     def encode(self, pipe, prompt, negative, device):
-        text, mask, no_text, no_mask = pipe.encode_prompt(prompt, True, negative, device=device)
+        call = inspect.signature(
+            type(pipe).__call__
+        ).parameters  # where diffusers keeps the words put before the prompt
+        told = {"complex_human_instruction": call["complex_human_instruction"].default}
+        text, mask, no_text, no_mask = pipe.encode_prompt(prompt, True, negative, device=device, **told)
         return words(text, mask), words(no_text, no_mask)
-
-    def asked(self, cond, uncond):
-        masks = {"prompt_attention_mask": cond.mask.long(), "negative_prompt_attention_mask": uncond.mask.long()}
-        return super().asked(cond, uncond) | masks | {"use_resolution_binning": False, "negative_prompt": None}
 
 
 class WanFamily(Family):
@@ -233,14 +192,6 @@ class WanFamily(Family):
     scheduler = "UniPCMultistepScheduler"
     facts = Facts("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Apache-2.0", 1.419, 5.681, 0.127, 1536, frames=4, decoded=4)
     grid, height, width, frames = "double", 480, 832, 81
-    tiny = (
-        {"num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 24}
-        | {"ffn_dim": 80, "num_layers": 2, "freq_dim": 32, "rope_max_seq_len": 64},
-        {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-        | {"temperal_downsample": [False, True, True]}
-        | {"latents_mean": [0.1, -0.3, 0.0, 0.7], "latents_std": [1.5, 0.6, 2.0, 1.0]},
-        FLOW | {"flow_shift": 3.0},
-    )
 
     def encode(self, pipe, prompt, negative, device):
         text, no_text = pipe.encode_prompt(prompt, negative, True, max_sequence_length=512, device=device)
@@ -271,23 +222,12 @@ class LTXFamily(Family):
         decoded=0,
     )
     guidance, masked, fps = 3.0, True, 25
+    settings = {"frame_rate": fps}
     height, width, frames = 512, 704, 161
-    tiny = (
-        {"in_channels": 8, "out_channels": 8, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
-        | {"cross_attention_dim": 64, "caption_channels": 24},
-        {"latent_channels": 8, "block_out_channels": (4,) * 4, "decoder_block_out_channels": (4,) * 4}
-        | {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5},
-        {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
-        | {"shift_terminal": 0.1},
-    )
 
     def encode(self, pipe, prompt, negative, device):
         text, mask, no_text, no_mask = pipe.encode_prompt(prompt, negative, True, device=device)
         return words(text, mask), words(no_text, no_mask)
-
-    def asked(self, cond, uncond):
-        masks = {"prompt_attention_mask": cond.mask.long(), "negative_prompt_attention_mask": uncond.mask.long()}
-        return super().asked(cond, uncond) | masks | {"frame_rate": self.fps}
 
     def factors(self, vae):
         halved, patch = vae["spatio_temporal_scaling"], vae.get("patch_size", 4)
@@ -319,16 +259,6 @@ class CogVideoXFamily(Family):
     facts = Facts("zai-org/CogVideoX-5b", "CogVideoX License", 5.57, 4.762, 0.216, 3072, frames=4, decoded=8)
     guidance, fps = 6.0, 8
     height, width, frames = 480, 720, 49
-    tiny = (
-        {"num_attention_heads": 3, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "num_layers": 2}
-        | {"time_embed_dim": 24, "text_embed_dim": 20, "sample_width": 12, "sample_height": 8, "sample_frames": 9}
-        | {"max_text_seq_length": 7, "use_rotary_positional_embeddings": True},
-        {"block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
-        | {f"{way.lower()}_block_types": (f"CogVideoX{way}Block3D",) * 4 for way in ("Down", "Up")}
-        | {"scaling_factor": 0.7},
-        {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
-        | {"beta_schedule": "scaled_linear", "snr_shift_scale": 1.0},
-    )
 
     def factors(self, vae):
         return int(vae.get("temporal_compression_ratio") or 4), 2 ** (len(vae["block_out_channels"]) - 1)
@@ -371,20 +301,10 @@ class HunyuanVideoFamily(Family):
     )
     guidance, masked, embedded, fps = 6.0, True, True, 15
     height, width, frames = 720, 1280, 129
-    tiny = (
-        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
-        | {"num_single_layers": 2, "text_embed_dim": 32, "pooled_projection_dim": 24, "rope_axes_dim": [4, 6, 6]},
-        {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4},
-        {"shift": 7.0},
-    )
 
     def encode(self, pipe, prompt, negative, device):
         text, pooled, mask = pipe.encode_prompt(prompt, device=device)
         return words(text, mask, pooled), None
-
-    def asked(self, cond, uncond):
-        pooled = {"pooled_prompt_embeds": cond.pooled, "prompt_attention_mask": cond.mask}
-        return {"prompt_embeds": cond.tokens} | pooled
 
     def factors(self, vae):
         return vae.get("temporal_compression_ratio") or 4, vae.get("spatial_compression_ratio") or 8

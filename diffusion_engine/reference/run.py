@@ -2,7 +2,6 @@
 # Do not edit: change the chapter and export again.
 
 import gc
-import hashlib
 import inspect
 import os
 from collections.abc import Callable
@@ -19,34 +18,9 @@ from diffusion_engine.memory_manager import PeakMeter, format_bytes
 from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
-from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
+from diffusion_engine.reference.families import FAMILIES, Facts, Family
 from diffusion_engine.scheduler import Schedule
 from diffusion_engine.text_conditioning import PromptEmbeds
-
-
-def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
-    """A pipeline folder as diffusers writes it, of a few thousand random weights and without text encoders.
-
-    Raises:
-        ValueError: an unknown family.
-    """
-    if name not in FAMILIES:
-        raise ValueError(f"family {name!r} is unknown; try {', '.join(FAMILIES)}")
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()  # it complains of every part that is absent
-    family = FAMILIES[name]
-    kind, (sizes, vae_sizes, scheduling) = getattr(diffusers, family.pipeline), family.tiny
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        net = getattr(diffusers, family.transformer)(**sizes)
-        vae = getattr(diffusers, family.vae)(**vae_sizes)
-        for weight in net.requires_grad_(False).parameters():  # a fresh one has zeros, which hide faults
-            weight.copy_(torch.randn(weight.shape) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
-    made = {"transformer": net, "vae": vae, "scheduler": getattr(diffusers, family.scheduler)(**scheduling)}
-    names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
-    kind(**dict.fromkeys(names) | made).save_pretrained(folder)
-    return Path(folder)
 
 
 class Parts:
@@ -63,7 +37,6 @@ class Parts:
         self.folder, self.family, self.device, self.dtype = Path(folder), FAMILIES[name], device, dtype
         self.offload, self.hoist = offload, hoist
         self.upcast = torch.device(device).type == "cpu" and not multiplies(dtype)  # kept so, multiplied in fp32
-        self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
     def get(self, part: str) -> Any:
@@ -79,6 +52,10 @@ class Parts:
         if part == "transformer":
             return load(self.family.kind, self.folder / "transformer", self.device, self.dtype)
         if part == "encoders":
+            if not (self.folder / "text_encoder").is_dir():
+                raise ValueError(
+                    f"{self.folder} holds no text_encoder to read the prompt; try a whole pipeline's folder"
+                )
             return borrow_pipeline(self, transformer=None, vae=None)
         from diffusers import AutoModel
 
@@ -95,8 +72,10 @@ class Parts:
 def borrow_pipeline(parts: Parts, **given: Any) -> Any:
     """diffusers' own pipeline from the folder, nothing fetched; what the folder lacks is None."""
     import diffusers
+    import transformers
 
-    diffusers.utils.logging.disable_progress_bar()
+    for library in (diffusers.utils, transformers):
+        library.logging.disable_progress_bar()
     kind = getattr(diffusers, parts.family.pipeline)
     names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
     absent = {name: None for name in names if not (parts.folder / name).is_dir()} | given
@@ -120,16 +99,6 @@ def find_pipeline(model: str | Path, download: bool = False) -> Path:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"model {model} cannot be fetched: {reason}") from None
     return find_folder(model).parent
-
-
-def drawn_prompt(model: nn.Module, text: str, tokens: int = 7) -> PromptEmbeds:
-    """Embeddings drawn from the text's hash, for a folder without text encoders: the data flow is real, the words not."""
-    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-    rng, config = torch.Generator().manual_seed(seed), model.config
-    names = ("joint_attention_dim", "caption_channels", "text_embed_dim", "text_dim")
-    width = next(getattr(config, name) for name in names if hasattr(config, name))
-    pooled = getattr(config, "pooled_projection_dim", 0)
-    return words(torch.randn(1, tokens, width, generator=rng), None, torch.randn(1, pooled, generator=rng))
 
 
 @dataclass(frozen=True)
@@ -174,12 +143,21 @@ def latent_shape(parts: Parts, order: Order) -> tuple[tuple[int, ...], int]:
     return (config["in_channels"] // packed**2, *grid[0 if parts.family.is_clip else 1 :]), tokens
 
 
+@torch.no_grad()
 def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, PromptEmbeds | None]:
-    """Prompt and negative prompt, by the folder's text encoders or, where it has none, by `drawn_prompt`."""
-    if parts.has_encoders:
-        return parts.family.encode(parts.get("encoders"), *prompts, parts.device)
-    drawn = [drawn_prompt(parts.get("transformer"), text) for text in prompts]
-    return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
+    """Prompt and negative prompt, read by the folder's text encoders; diffusers warns of words that it cuts off.
+
+    Raises:
+        ValueError: the folder has none.
+    """
+    from diffusers.utils import logging
+
+    pipe, before = parts.get("encoders"), logging.get_verbosity()
+    logging.set_verbosity_warning()
+    try:
+        return parts.family.encode(pipe, *prompts, parts.device)
+    finally:
+        logging.set_verbosity(before)
 
 
 def network(parts: Parts, guidance: float, schedule: Schedule) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
@@ -243,14 +221,10 @@ def draw(parts: Parts, order: Order, meter: Callable | None = None, callback: Ca
 
 
 def draw_theirs(parts: Parts, order: Order) -> tuple[Tensor, list]:
-    """The same order through diffusers' pipeline and diffusers' transformer: latents laid out as ours, and pictures."""
+    """The same order through diffusers' pipeline, from words on: latents laid out as ours, and pictures."""
     family, order, pipe = parts.family, order.within(parts.family), borrow_pipeline(parts)
-    cond, uncond = encode(parts, (order.prompt, order.negative))
-    asked = family.asked(cond, None if family.embedded else uncond)
-    asked = {
-        key: x.to(parts.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in asked.items()
-    }
-    asked |= {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
+    asked = {"prompt": order.prompt} | ({} if family.embedded else {"negative_prompt": order.negative})
+    asked |= family.settings | {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
     asked |= {"num_frames": order.frames} if family.is_clip else {}
     rng = torch.Generator().manual_seed(order.seed)
     output = pipe(**asked, guidance_scale=order.guidance, generator=rng, output_type="latent")

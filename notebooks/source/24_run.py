@@ -35,7 +35,6 @@
 
 # %% tags=["export"]
 import gc
-import hashlib
 import inspect
 import os
 from collections.abc import Callable
@@ -52,7 +51,7 @@ from diffusion_engine.memory_manager import PeakMeter, format_bytes
 from diffusion_engine.optimizations import PromptTable, Upcast, multiplies
 from diffusion_engine.pipeline import Result, Stopwatch, generate, to_pictures
 from diffusion_engine.reference.checkpoint import find_folder, hub_cache, load, read_json
-from diffusion_engine.reference.families import FAMILIES, Facts, Family, words
+from diffusion_engine.reference.families import FAMILIES, Facts, Family
 from diffusion_engine.scheduler import Schedule
 from diffusion_engine.text_conditioning import PromptEmbeds
 
@@ -104,47 +103,22 @@ assert [family.is_clip for family in FAMILIES.values()] == [False] * 3 + [True] 
 # %% [markdown] lang="zh"
 # ## 一个很小的世界
 #
-# 真实的权重和分词器这里都下载不到。于是让 diffusers 写下七个很小的流水线文件夹，权重随机；提示词嵌入由文字的哈希值抽出：数据流是真的，词义不是。有权重的机器上，同样的代码读同样格式的文件夹。
+# 真实的权重和分词器这里都下载不到。`write_tiny` 于是让 diffusers 和 transformers 写下七个很小的流水线文件夹：权重随机，文本编码器各有一层两层，分词器用随引擎发布的那一个。从文字到图片，每一站都走到；有权重的机器上，同样的代码读同样格式的文件夹。
 
-# %% [markdown] lang="en" twin="7f973a45"
+# %% [markdown] lang="en" twin="fbdbf221"
 # ## A very small world
 #
-# Neither real weights nor tokenizers can be fetched here. So diffusers writes seven very small pipeline folders with random weights, and prompt embeddings are drawn from the text's hash: the flow of data is real, the meaning of words is not. On a machine with weights the same code reads folders of the same kind.
-
-
-# %% tags=["export", "hide"]
-def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
-    """A pipeline folder as diffusers writes it, of a few thousand random weights and without text encoders.
-
-    Raises:
-        ValueError: an unknown family.
-    """
-    if name not in FAMILIES:
-        raise ValueError(f"family {name!r} is unknown; try {', '.join(FAMILIES)}")
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()  # it complains of every part that is absent
-    family = FAMILIES[name]
-    kind, (sizes, vae_sizes, scheduling) = getattr(diffusers, family.pipeline), family.tiny
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        net = getattr(diffusers, family.transformer)(**sizes)
-        vae = getattr(diffusers, family.vae)(**vae_sizes)
-        for weight in net.requires_grad_(False).parameters():  # a fresh one has zeros, which hide faults
-            weight.copy_(torch.randn(weight.shape) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
-    made = {"transformer": net, "vae": vae, "scheduler": getattr(diffusers, family.scheduler)(**scheduling)}
-    names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
-    kind(**dict.fromkeys(names) | made).save_pretrained(folder)
-    return Path(folder)
-
+# Neither real weights nor tokenizers can be fetched here. So `write_tiny` lets diffusers and transformers write seven very small pipeline folders: random weights, text encoders of two or three layers, and the tokenizer that ships with the engine. Every station from words to picture is passed; on a machine with weights the same code reads folders of the same kind.
 
 # %% tags=["check"]
 import tempfile
 
+from diffusion_engine.reference.tiny import write_tiny
+
 room = tempfile.TemporaryDirectory()
 folders = {name: write_tiny(name, Path(room.name) / name) for name in FAMILIES}
 again = write_tiny("sd3", Path(room.name) / "again")
-for part in ("transformer", "vae"):
+for part in ("transformer", "vae", "text_encoder_3"):
     mine, same = (next((home / part).glob("*.safetensors")).read_bytes() for home in (folders["sd3"], again))
     assert mine == same  # the same seed writes the same bytes
 
@@ -182,7 +156,6 @@ class Parts:
         self.folder, self.family, self.device, self.dtype = Path(folder), FAMILIES[name], device, dtype
         self.offload, self.hoist = offload, hoist
         self.upcast = torch.device(device).type == "cpu" and not multiplies(dtype)  # kept so, multiplied in fp32
-        self.has_encoders = (self.folder / "text_encoder").is_dir()
         self.kept: dict[str, Any] = {}
 
     def get(self, part: str) -> Any:
@@ -198,6 +171,8 @@ class Parts:
         if part == "transformer":
             return load(self.family.kind, self.folder / "transformer", self.device, self.dtype)
         if part == "encoders":
+            if not (self.folder / "text_encoder").is_dir():
+                raise ValueError(f"{self.folder} holds no text_encoder to read the prompt; try a whole pipeline's folder")
             return borrow_pipeline(self, transformer=None, vae=None)
         from diffusers import AutoModel
 
@@ -215,8 +190,10 @@ class Parts:
 def borrow_pipeline(parts: Parts, **given: Any) -> Any:
     """diffusers' own pipeline from the folder, nothing fetched; what the folder lacks is None."""
     import diffusers
+    import transformers
 
-    diffusers.utils.logging.disable_progress_bar()
+    for library in (diffusers.utils, transformers):
+        library.logging.disable_progress_bar()
     kind = getattr(diffusers, parts.family.pipeline)
     names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
     absent = {name: None for name in names if not (parts.folder / name).is_dir()} | given
@@ -242,25 +219,11 @@ def find_pipeline(model: str | Path, download: bool = False) -> Path:
     return find_folder(model).parent
 
 
-# %% tags=["export"]
-def drawn_prompt(model: nn.Module, text: str, tokens: int = 7) -> PromptEmbeds:
-    """Embeddings drawn from the text's hash, for a folder without text encoders: the data flow is real, the words not."""
-    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-    rng, config = torch.Generator().manual_seed(seed), model.config
-    names = ("joint_attention_dim", "caption_channels", "text_embed_dim", "text_dim")
-    width = next(getattr(config, name) for name in names if hasattr(config, name))
-    pooled = getattr(config, "pooled_projection_dim", 0)
-    return words(torch.randn(1, tokens, width, generator=rng), None, torch.randn(1, pooled, generator=rng))
-
-
 # %% tags=["check"]
 parts = Parts(folders["sd3"], "sd3", offload=True)
-apple, same, pear = (drawn_prompt(parts.get("transformer"), text) for text in ("apple", "apple", "pear"))
-assert torch.equal(apple.tokens, same.tokens) and not torch.equal(apple.tokens, pear.tokens)
+parts.get("transformer"), parts.get("encoders")
 vae = parts.get("vae")
-assert parts.modules() == [vae]  # the transformer was let go
-
-# %% tags=["check"]
+assert parts.modules() == [vae]  # the others were let go
 z = torch.randn(1, 4, 4, 6, generator=torch.Generator().manual_seed(0))
 decoded = vae.decode(z / 1.5305 + 0.0609).sample  # first the scale, then the shift
 assert torch.allclose(FAMILIES["sd3"].decode(vae, z), decoded, atol=1e-6)
@@ -341,12 +304,21 @@ assert small.within(FAMILIES["flux"]) == replace(small, guidance=3.5, frames=1) 
 
 
 # %% tags=["export"]
+@torch.no_grad()
 def encode(parts: Parts, prompts: tuple[str, str]) -> tuple[PromptEmbeds, PromptEmbeds | None]:
-    """Prompt and negative prompt, by the folder's text encoders or, where it has none, by `drawn_prompt`."""
-    if parts.has_encoders:
-        return parts.family.encode(parts.get("encoders"), *prompts, parts.device)
-    drawn = [drawn_prompt(parts.get("transformer"), text) for text in prompts]
-    return tuple(PromptEmbeds(*(x.to(parts.device, x.dtype) for x in side)) for side in drawn)
+    """Prompt and negative prompt, read by the folder's text encoders; diffusers warns of words that it cuts off.
+
+    Raises:
+        ValueError: the folder has none.
+    """
+    from diffusers.utils import logging
+
+    pipe, before = parts.get("encoders"), logging.get_verbosity()
+    logging.set_verbosity_warning()
+    try:
+        return parts.family.encode(pipe, *prompts, parts.device)
+    finally:
+        logging.set_verbosity(before)
 
 
 def network(parts: Parts, guidance: float, schedule: Schedule) -> Callable[[Tensor, Tensor, PromptEmbeds], Tensor]:
@@ -433,24 +405,20 @@ image_grid(pictures, list(results), columns=4, alt=alt, title=title, size=1.5)
 # %% [markdown] lang="zh"
 # ## 和 diffusers 对一对
 #
-# 同一个文件夹、同样的种子和提示词嵌入，交给 diffusers 自己的流水线和变换器。潜变量允许差 $10^{-4}$，图片允许差一个灰度级。
+# 同一个文件夹、同样的种子和文字，交给 diffusers 自己的流水线和变换器。潜变量允许差 $10^{-4}$，图片允许差一个灰度级。
 
-# %% [markdown] lang="en" twin="7e3d09fc"
+# %% [markdown] lang="en" twin="f015d42a"
 # ## Against diffusers
 #
-# The same folder, seed and prompt embeddings go to diffusers' own pipeline and transformer. Latents may differ by $10^{-4}$, pictures by one level in 255.
+# The same folder, seed and words go to diffusers' own pipeline and transformer. Latents may differ by $10^{-4}$, pictures by one level in 255.
 
 
 # %% tags=["export"]
 def draw_theirs(parts: Parts, order: Order) -> tuple[Tensor, list]:
-    """The same order through diffusers' pipeline and diffusers' transformer: latents laid out as ours, and pictures."""
+    """The same order through diffusers' pipeline, from words on: latents laid out as ours, and pictures."""
     family, order, pipe = parts.family, order.within(parts.family), borrow_pipeline(parts)
-    cond, uncond = encode(parts, (order.prompt, order.negative))
-    asked = family.asked(cond, None if family.embedded else uncond)
-    asked = {
-        key: x.to(parts.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in asked.items()
-    }
-    asked |= {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
+    asked = {"prompt": order.prompt} | ({} if family.embedded else {"negative_prompt": order.negative})
+    asked |= family.settings | {"height": order.height, "width": order.width, "num_inference_steps": order.steps}
     asked |= {"num_frames": order.frames} if family.is_clip else {}
     rng = torch.Generator().manual_seed(order.seed)
     output = pipe(**asked, guidance_scale=order.guidance, generator=rng, output_type="latent")
@@ -668,13 +636,13 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # 3. Build: at a guidance scale of 1 the negative prompt must not matter. Show it.
 
 # %% tags=["solution"]
-# 1 · two (three with text encoders), and every further picture the same again: nothing waits for the next one
+# 1 · three, and every further picture the same again: nothing waits for the next one
 counted, loads = Parts(folders["sd3"], "sd3", offload=True), []
 load_part = counted._load
 counted._load = lambda part: loads.append(part) or load_part(part)
 for _ in range(3):
     draw(counted, orders["sd3"])
-assert loads == ["transformer", "vae"] * 3
+assert loads == ["encoders", "transformer", "vae"] * 3
 
 # %% tags=["solution"]
 # 2 · a few thousandths of their size after three steps: latents and time stayed fp32, the network rounded
@@ -696,17 +664,17 @@ assert torch.equal(plain.latents, cross.latents)
 # - 文本编码器和 VAE 借 diffusers 的，其余都是我们的；潜变量相差不到 $10^{-4}$，图片不到一级。
 # - 用完就放：内存由最大的一件决定，结果一位不差，代价是反复装载。
 # - 账先算好：权重、去噪、解码各要多少字节，这台机器跑不跑得动。
-# - 这里只有很小的随机权重；提示词嵌入由哈希抽出，没有分词器。
+# - 这里只有很小的随机权重，分词器是随引擎发布的那一个；真实权重没有跑过。
 #
 # 下一章：附录 A1。
 
-# %% [markdown] lang="en" twin="f717b2ce"
+# %% [markdown] lang="en" twin="f6896884"
 # ## Recap
 #
 # - What differs between families is one small class each; the loop is the one of chapter 10, and a clip is one axis more.
 # - Text encoders and VAE are borrowed from diffusers, the rest is ours; latents agree within $10^{-4}$, pictures within one level.
 # - Let go after use: memory is decided by the largest part, no bit changes, and the price is loading again.
 # - The bill is drawn up ahead: bytes for weights, denoising, decoding, and whether this machine can.
-# - Here are only very small random weights; prompt embeddings come from a hash, there is no tokenizer.
+# - Here are only very small random weights, read with the tokenizer that ships; real ones have not run.
 #
 # Next: appendix A1.

@@ -1,7 +1,9 @@
 """Whole pipelines on tiny random weights: our loop against diffusers' own, every family; the command line."""
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from PIL import Image
 
 from diffusion_engine.cli import main
 from diffusion_engine.reference.families import FAMILIES
-from diffusion_engine.reference.run import Order, Parts, draw, draw_theirs, latent_shape, needs, write_tiny
+from diffusion_engine.reference.run import Order, Parts, draw, draw_theirs, encode, latent_shape, needs
+from diffusion_engine.reference.tiny import write_tiny
 
 torch.set_num_threads(1)
 
@@ -93,6 +96,39 @@ DEFAULT = ("sana", "ltx", "hunyuan_video")  # whose released model has the confi
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_words_reach_the_picture(name, folders):
+    """Every word counts, the last one, too; so does the negative prompt, where there is one."""
+    parts, frames = Parts(folders[name], name), 9 if FAMILIES[name].is_clip else 1
+    order = Order(prompt="red apple", steps=2, guidance=3.0, height=64, width=96, frames=frames)
+    drawn = {text: draw(parts, replace(order, prompt=text)).latents for text in ("red apple", "red car")}
+    assert (drawn["red apple"] - drawn["red car"]).abs().max() > 1e-4
+    away = draw(parts, replace(order, negative="dark")).latents
+    assert torch.equal(away, drawn["red apple"]) == FAMILIES[name].embedded
+
+
+def test_prompts_are_read_without_a_graph(folders):
+    for name in FAMILIES:
+        read = encode(Parts(folders[name], name), ("a cat", ""))
+        assert not any(x.requires_grad for side in read if side is not None for x in side), name
+        assert (read[1] is None) == FAMILIES[name].embedded
+
+
+def test_a_folder_without_text_encoders_says_so(folders, tmp_path):
+    home = shutil.copytree(folders["sana"], tmp_path / "deaf", ignore=shutil.ignore_patterns("text_encoder"))
+    with pytest.raises(
+        ValueError, match="deaf holds no text_encoder to read the prompt; try a whole pipeline's folder"
+    ):
+        draw(Parts(home, "sana"), Order(steps=1, height=64, width=96))
+
+
+def test_words_that_are_cut_off_are_told(folders, caplog):
+    encode(Parts(folders["sd3"], "sd3"), ("a red apple", ""))
+    assert "truncated" not in caplog.text
+    encode(Parts(folders["sd3"], "sd3"), ("a red apple " * 40 + "on a zebra", ""))
+    assert "truncated" in caplog.text and "on a zebr" in caplog.text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bad_sizes_are_named(name, folders):
     with pytest.raises(ValueError, match="width 97 is not a multiple of .*try"):
         draw(Parts(folders[name], name), Order(steps=1, height=64, width=97, frames=1))
@@ -111,8 +147,6 @@ def test_a_picture_has_one_frame(folders):
 
 
 def test_another_scheduler_is_not_followed_in_silence(folders, tmp_path):
-    import shutil
-
     home = shutil.copytree(folders["cogvideox"], tmp_path / "dpm")
     file = home / "scheduler" / "scheduler_config.json"
     file.write_text(file.read_text().replace("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"))
@@ -133,7 +167,7 @@ def test_the_command_draws_and_compares(tmp_path, capfd):
     assert main(["reference", "sana", "--tiny", "--steps", "2", "--compare", "--profile", "-o", str(output)]) == 0
     out, err = capfd.readouterr()
     assert Image.open(output).size == (96, 64) and output.with_suffix(".svg").read_text().startswith("<svg")
-    assert "compare: largest difference to diffusers" in err and "prompt embeddings are drawn" in err
+    assert "compare: largest difference to diffusers" in err and "text (1, 300, 24)" in err and "cut" not in err
     assert str(output) in out
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diffusion_engine.memory_manager import LatentBuffer
 from diffusion_engine.pipeline import denoise
 from diffusion_engine.reference.checkpoint import read_config, read_json
-from diffusion_engine.reference.run import Order, Parts, draw, draw_theirs, write_tiny
+from diffusion_engine.reference.run import Order, Parts, draw, draw_theirs
 from diffusion_engine.reference.solvers import (
     DDIM,
     FLOW,
@@ -32,6 +32,7 @@ from diffusion_engine.reference.solvers import (
     told_times,
     unipc_step,
 )
+from diffusion_engine.reference.tiny import write_tiny
 from diffusion_engine.scheduler import Schedule, euler_step, make_schedule, shift_sigmas
 
 torch.set_num_threads(1)
