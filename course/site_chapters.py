@@ -102,7 +102,8 @@ class ChapterExporter(TemplateExporter):
         if kind == "solution":
             found = re.match(r"#\s*(\d)\b", cell.source)
             return f"{self.context.words['solution']}{' ' + found.group(1) if found else ''}"
-        return self.context.words[kind]
+        exported = "export" in cell.metadata.get("tags", [])
+        return self.context.words["folded" if exported else kind]
 
     def _picture(self, output, mime: str) -> str:
         data, extension = output.data[mime], {"image/svg+xml": "svg", "image/jpeg": "jpg"}.get(mime, "png")

@@ -307,3 +307,11 @@ def test_the_reference_covers_every_public_name(built):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 assert f'id="diffusion_engine-{path.stem}.{node.name}"' in text
+
+
+def test_folded_engine_code_is_not_called_plotting_code(built):
+    """Chapter 02 folds a table of settings that belongs to its module."""
+    text = (built.output / "en" / "02_scheduler.html").read_text(encoding="utf-8")
+    fold = re.search(r"<summary>([^<]*)</summary>(?:(?!</details>).)*_FOLLOWED", text, re.S)
+    assert fold and fold.group(1) == "More of the engine"
+    assert "<summary>Plotting code</summary>" in text
