@@ -724,13 +724,27 @@ second = multistep_step(lambda x, s: torch.full_like(x, 3 * s), x * 0.8**2, 0.8,
 assert torch.allclose(second.latents, x * 0.1**2, atol=1e-6)  # exact where v is linear in σ, however uneven the widths
 
 # %% tags=["hide"]
-fig, ax = plt.subplots(figsize=(6, 2.8))
+fig, (ax, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), width_ratios=(1.2, 1))
 for name, error in errors.items():
     ax.loglog([SOLVER_CALLS[name] * n for n in counts], error, "o-", label=f"{name}, slope {slopes[name]:.2f}")
-ax.set(title="Error against what you pay: calls of the network", xlabel="calls", ylabel="mean error")
+ax.set(title="Error against calls of the network", xlabel="calls", ylabel="mean error")
 ax.minorticks_off()
-ax.legend()
-show(fig, alt="On log axes errors fall with the number of calls: Euler with slope −1, Heun and multistep with −2.")
+ax.legend(fontsize=8)
+kept, shifts = tau, [0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0]
+for tau in (0.1, 0.5, kept):  # clouds of other widths
+    ends = [sample(euler_step, noise, make_schedule(4, k)) for k in shifts]
+    off = [(end - centre - tau * noise).abs().mean().item() for end in ends]
+    right.plot(shifts, [error / min(off) for error in off], "o-", ms=3, label=f"width {tau}")
+tau = kept
+right.set(title="Four Euler steps: every cloud\nwants another shift", xlabel="shift k", ylabel="error / the least error")
+right.set_xscale("log")
+right.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+right.minorticks_off()
+right.legend(fontsize=8)
+show(
+    fig,
+    alt="Left, on log axes: errors fall with the calls, Euler with slope −1, Heun and multistep with −2. Right: the error of four steps over the shift, least below one half for the narrow cloud and near 1.5 for the wide one.",
+)
 
 # %% [markdown] lang="zh"
 # ## 图片、视频、半精度
@@ -779,7 +793,7 @@ ours = Schedule.from_config({"_class_name": "UniPCMultistepScheduler", **wan.con
 assert torch.allclose(ours.sigmas, wan.sigmas, atol=1e-6) and ours.timesteps.tolist() == wan.timesteps.tolist()
 
 # %% [markdown] lang="zh"
-# **到了这里**，引擎知道在哪里停、怎样走。（哪种站法最好要看网络；发布的模型自带一份设置。）它对网络只有一个要求：给出 $v(x, \sigma)$。可是网络怎么知道现在是 $t = 900$ 还是 $t = 50$？下一章把这个数变成一个向量。
+# **到了这里**，引擎知道在哪里停、怎样走。开头那四站怎么放？右图：连云的宽窄都会改答案，所以发布的模型自带一份设置。它对网络只有一个要求：给出 $v(x, \sigma)$。可是网络怎么知道现在是 $t = 900$ 还是 $t = 50$？下一章把这个数变成一个向量。
 #
 # ## 三个问题
 #
@@ -787,8 +801,8 @@ assert torch.allclose(ours.sigmas, wan.sigmas, atol=1e-6) and ours.timesteps.tol
 # 2. 修改：多步法忘了步长比，总用 $\tfrac{3}{2}v - \tfrac{1}{2}v_\text{prev}$，均匀的站会怎样？一长一短交替的站呢？
 # 3. 动手：图生图从强度 `strength` 对应的噪声开始。写一个函数，找出第一个不高于它的站；强度太小时要有清楚的错误。
 
-# %% [markdown] lang="en" twin="a2a7bad7"
-# **Where we stand.** The engine knows where to stop and how to walk. (Which stations are best depends on the network; a released model brings its own settings.) It asks one thing of the network: $v(x, \sigma)$. But how does the network know whether it is $t = 900$ or $t = 50$? The next chapter turns that number into a vector.
+# %% [markdown] lang="en" twin="a0e2639c"
+# **Where we stand.** The engine knows where to stop and how to walk. And the four stations of the beginning? On the right even a cloud's width changes the answer, so a released model brings its own settings. It asks one thing of the network: $v(x, \sigma)$. But how does the network know whether it is $t = 900$ or $t = 50$? The next chapter turns that number into a vector.
 #
 # ## Three questions
 #
