@@ -188,27 +188,38 @@ for change in ({"rope_scaling": {"rope_type": "yarn"}}, {"attention_bias": True}
 #
 # RMSNorm 不减均值，只把向量除以自己的均方根，再乘学来的权重；求和用 fp32。Qwen3 在四个地方用它：注意力之前、前馈之前、每个头的 $q$ 和 $k$ 上、最后一层之后。
 #
-# $$y = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}$$
+# $$y = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}, \qquad \sqrt{\mathrm{mean}(x^2) + \epsilon} = \mathrm{hypot}\big(|x| / \sqrt{D},\; \sqrt{\epsilon}\big)$$
 
-# %% [markdown] lang="en" twin="7d20e388"
+# %% [markdown] lang="en" twin="fcbc12b9"
 # ## Normalise: length, nothing else
 #
 # RMSNorm takes no mean off; it divides a vector by its root mean square and multiplies by learned weights, with sums in fp32. Qwen3 uses it in four places: before attention, before the feed-forward network, on each head's $q$ and $k$, and after the last layer.
 #
-# $$y = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}$$
+# $$y = w \odot \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}}, \qquad \sqrt{\mathrm{mean}(x^2) + \epsilon} = \mathrm{hypot}\big(|x| / \sqrt{D},\; \sqrt{\epsilon}\big)$$
 
 
 # %% tags=["export"]
+@cache
+@torch.inference_mode(False)  # so that training may keep it, too
+def number(value: float, device: torch.device) -> Tensor:
+    """A number as an fp32 tensor without axes, made once: operations on short rows take it faster than a Python number."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
 class RMSNorm(nn.Module):
-    """y = w · x / sqrt(mean(x²) + ε) over the last axis, in fp32 (Zhang & Sennrich 2019)."""
+    """y = w · x / sqrt(mean(x²) + ε) over the last axis, in fp32 (Zhang & Sennrich 2019).
+
+    The root is the hypotenuse of |x| / sqrt(D) and sqrt(ε).
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        square = torch.linalg.vecdot(x.float(), x.float()).unsqueeze(-1) / x.shape[-1]  # mean(x²)
-        return (x.float() * (square + self.eps).rsqrt()).to(x.dtype) * self.weight
+        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+        rms = torch.hypot(length * number(x.shape[-1] ** -0.5, x.device), number(self.eps**0.5, x.device))
+        return (x.float() / rms).to(x.dtype) * self.weight
 
 
 # %% tags=["check"]
@@ -323,11 +334,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
 
     Source: Ainslie et al. 2023 (GQA).
     """
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, M, Dh)
-    if q.shape[1] == 1:  # one new token: the heads that share a key are the rows of one small product
-        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, K, H/K, Dh)
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask).reshape(q.shape)
-    heads = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H or K, N or M, Dh)
+    heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
     return heads.transpose(1, 2)
 
 
@@ -335,7 +343,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
 q, k, v = torch.randn(2, 7, 6, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 16)  # 6 query heads, 2 key heads
 slow = attend_by_loops(q, k, v)
 assert torch.allclose(attend(q, k, v, causal=True), slow, atol=1e-6)
-assert torch.allclose(attend(q[:, -1:], k, v), slow[:, -1:], atol=1e-6)  # the last token alone, by the short way
+assert torch.allclose(attend(q[:, -1:], k, v), slow[:, -1:], atol=1e-6)  # the last token alone
 later = torch.arange(7)[:, None, None] > 3
 changed = attend(q, torch.where(later, 9.0, k), torch.where(later, -9.0, v), causal=True)
 assert torch.equal(changed[:, :4], attend(q, k, v, causal=True)[:, :4])  # the future does not exist

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_qwen3 import shuffled
 
-from minivllm.qwen3 import NoPast, Qwen3, Qwen3Config, attend, fuse, read_config, rope_table, rotate
+from minivllm.qwen3 import NoPast, Qwen3, Qwen3Config, RMSNorm, attend, fuse, read_config, rope_table, rotate
 from minivllm.shipped import ASSETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,3 +250,15 @@ def test_no_past_is_a_fresh_text(toy, ids):
 def test_config_is_frozen():
     with pytest.raises(AttributeError):
         Qwen3Config(**SIZES).hidden_size = 3
+
+
+def test_a_norm_that_has_only_read_can_still_learn():
+    """Its numbers are kept from call to call, and the first call may stand in inference mode; at zero the slope is finite."""
+    norm, x = RMSNorm(24, 3e-5), torch.zeros(2, 24, requires_grad=True)
+    with torch.inference_mode():
+        norm(x)
+    norm(x).sum().backward()
+    assert x.grad.isfinite().all() and norm.weight.grad.abs().sum() == 0
+    y = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
+    expected = (y / (y.square().mean(-1, keepdim=True) + 3e-5).sqrt()).sum()
+    assert torch.allclose(*(torch.autograd.grad(f, y)[0] for f in (norm(y).sum(), expected)), atol=1e-5)
