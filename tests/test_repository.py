@@ -378,3 +378,15 @@ def test_the_clip_model_card_says_what_was_measured():
             "run: python -m recipes.clip_card"
         )
     assert parts[1]["weights_sha256"] == parts[0]["sha256"], "quality.json measured other weights"
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "sana", "wan", "ltx", "cogvideox", "hunyuan_video", "solvers"])
+def test_a_family_is_a_short_read(name):
+    """Under two hundred lines of code a module, blank lines, comments and docstrings aside."""
+    text = (ROOT / "diffusion_engine" / "reference" / f"{name}.py").read_text(encoding="utf-8")
+    told = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            told |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    assert sum(bool(line.strip()) and line.lstrip()[0] != "#" and n not in told for n, line in lines) < 200

@@ -558,7 +558,7 @@ assert (pipe(**ask, generator=torch.Generator().manual_seed(7)).images - expecte
 # | `FinalLayer` | `AdaLayerNormContinuous` 与 `proj_out` |
 # | `forward` | `transformer_sd3.py`，`SD3Transformer2DModel.forward` |
 #
-# **还缺什么**：文本编码器和 VAE，第 23 章去借。FLUX 把文字放在前面，用旋转代替表，还多了一种块：第 17 章。
+# **还缺什么**：文本编码器和 VAE，第 24 章去借。FLUX 把文字放在前面，用旋转代替表，还多了一种块：第 17 章。
 #
 # ## 三个问题
 #
@@ -566,7 +566,7 @@ assert (pipe(**ask, generator=torch.Generator().manual_seed(7)).images - expecte
 # 2. 修改：让 `attn2` 读联合注意力之后的 $x$，速度会差多少？
 # 3. 动手：不存表，用公式算出正中那一块，证明任意长方形都一致。
 
-# %% [markdown] lang="en" twin="c31af40c"
+# %% [markdown] lang="en" twin="a665bc88"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |
@@ -579,7 +579,7 @@ assert (pipe(**ask, generator=torch.Generator().manual_seed(7)).images - expecte
 # | `FinalLayer` | `AdaLayerNormContinuous` and `proj_out` |
 # | `forward` | `transformer_sd3.py`, `SD3Transformer2DModel.forward` |
 #
-# **What is missing:** text encoders and the VAE, which chapter 23 borrows. FLUX puts the text first, turns instead of a table, and has one more kind of block: chapter 17.
+# **What is missing:** text encoders and the VAE, which chapter 24 borrows. FLUX puts the text first, turns instead of a table, and has one more kind of block: chapter 17.
 #
 # ## Three questions
 #

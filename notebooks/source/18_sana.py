@@ -576,7 +576,7 @@ print(f"Sana 1.6B: {count / 1e9:.2f} billion weights, {2 * count / 1e9:.1f} GB i
 # | 收尾的小表 | `SanaModulatedNorm` |
 # | `text_in` | `embeddings.py`，`PixArtAlphaTextProjection` |
 #
-# **还缺什么**：2K 和 4K 版本带一张插值的位置表，这里会拒绝；DC-AE 和 Gemma 由第 23 章去借。到此为止都是图，第 19 章起，潜变量多了一根时间轴。
+# **还缺什么**：2K 和 4K 版本带一张插值的位置表，这里会拒绝；DC-AE 和 Gemma 由第 24 章去借。到此为止都是图，第 19 章起，潜变量多了一根时间轴。
 #
 # ## 三个问题
 #
@@ -584,7 +584,7 @@ print(f"Sana 1.6B: {count / 1e9:.2f} billion weights, {2 * count / 1e9:.1f} GB i
 # 2. 修改：在 bf16 里算线性注意力，误差大多少？
 # 3. 动手：先算 $k^\top v$ 能不能一块一块地加？写出来，证明内存里从不需要整个 $k$。
 
-# %% [markdown] lang="en" twin="595aaea7"
+# %% [markdown] lang="en" twin="7bd3dba0"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |
@@ -596,7 +596,7 @@ print(f"Sana 1.6B: {count / 1e9:.2f} billion weights, {2 * count / 1e9:.1f} GB i
 # | the small table at the end | `SanaModulatedNorm` |
 # | `text_in` | `embeddings.py`, `PixArtAlphaTextProjection` |
 #
-# **What is missing:** the 2K and 4K versions carry an interpolated position table and are refused; DC-AE and Gemma are borrowed in chapter 23. So far all was pictures; from chapter 19 on, latents have an axis of time.
+# **What is missing:** the 2K and 4K versions carry an interpolated position table and are refused; DC-AE and Gemma are borrowed in chapter 24. So far all was pictures; from chapter 19 on, latents have an axis of time.
 #
 # ## Three questions
 #
