@@ -91,9 +91,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        rms = torch.hypot(length * number(x.shape[-1] ** -0.5, x.device), number(self.eps**0.5, x.device))
-        return (x.float() / rms).to(x.dtype) * self.weight
+        size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) * number(x.shape[-1] ** -0.5, x.device)
+        return (x.float() / torch.hypot(size, number(self.eps**0.5, x.device))).to(x.dtype) * self.weight
 
 
 class Rope(NamedTuple):

@@ -218,7 +218,7 @@ assert torch.allclose(x, rainbow.latents, atol=1e-3)  # the same walk, step for 
 #
 # 再往后：内存（12）、优化（13）、视频（14）、七个真实的模型家族（15–24：SD3、FLUX、Sana 画图，Wan、LTX、CogVideoX、HunyuanVideo 画视频），以及一台用来对照的自回归引擎（A1–A4）。
 
-# %% [markdown] lang="en" twin="9564018c"
+# %% [markdown] lang="en" twin="4949caea"
 # ## The map
 #
 # One chapter, one module. You may start anywhere, but only in this order do you never use a thing that you have not written.

@@ -173,7 +173,11 @@ for f, h, w in ((3, 4, 6), (1, 5, 2)):
     theirs = get_3d_sincos_pos_embed(64, (w, h), f, 1.875, 0.5, output_type="pt").flatten(0, 1)
     places = sincos_3d((f, h, w), 64, space=1.875, time=0.5)
     assert torch.allclose(places, theirs.float(), atol=1e-5)  # diffusers wants (width, height)
-five = CogVideoXConfig(use_rotary_positional_embeddings=True)  # 5B, for what follows
+
+# %%
+five = CogVideoXConfig(num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True)  # 5B
+for name, config in {"2B": CogVideoXConfig(), "5B": five}.items():
+    print(f"{name}: {config.num_layers} blocks, width {config.width}, {config.num_attention_heads} heads of 64")
 
 # %% [markdown] lang="zh"
 # ## 5B 的位置：居中拉伸的旋转
@@ -271,6 +275,7 @@ def steer(x: Tensor, mod: Mod) -> Tensor:
     return torch.addcmul(mod.shift, x, 1 + mod.scale)
 
 
+# %% tags=["export"]
 class ExpertNorm(nn.Module):
     """One LayerNorm with weights for both kinds of token, then a shift, a scale and a gate for each.
 
@@ -369,6 +374,11 @@ def channels_last(rows: Tensor, channels: int) -> Tensor:
     return rows.unflatten(0, (channels, -1)).transpose(0, 1).flatten(0, 1)
 
 
+# %% tags=["check"]
+rows = torch.arange(12).unsqueeze(1)  # three channels of four places: 0 … 3, 4 … 7, 8 … 11
+assert channels_last(rows, 3).flatten().tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+
+# %% tags=["export"]
 BLOCK = {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
 BLOCK |= {"ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
 BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
@@ -512,6 +522,8 @@ for net in ours.values():
     ahead = net.hoist(latents.shape[1:], road, text, real)
     for when, given in zip(road, ahead):
         assert torch.allclose(net.velocity(latents, given), net(latents, when.expand(2), text, real), atol=1e-5)
+
+# %%
 weights = dict(net.requires_grad_(True).named_parameters())
 arrived = torch.autograd.grad(net.velocity(latents, given).sum(), weights.values(), allow_unused=True)
 unread = {re.sub(r"\d+", "*", name) for name, gradient in zip(weights, arrived) if gradient is None}

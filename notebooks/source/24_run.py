@@ -439,9 +439,8 @@ for name, folder in folders.items():
     print(f"{name}: latents within 1e-4, pictures within one level")
 
 # %% tags=["check"]
-for name in ("flux", "cogvideox"):
-    frugal = draw(Parts(folders[name], name, offload=True), orders[name])
-    assert torch.equal(frugal.latents, results[name].latents)  # letting go changes no bit
+frugal = draw(Parts(folders["flux"], "flux", offload=True), orders["flux"])
+assert torch.equal(frugal.latents, results["flux"].latents)  # letting go changes no bit
 
 # %% [markdown] lang="zh"
 # ## 账本
@@ -613,7 +612,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 #
 # ## 三个问题
 #
-# 1. 预测：`offload` 打开时，画一张图要装载几次？连画三张呢？
+# 1. 预测：`offload` 打开时，画一张图要装载几次？连画两张呢？
 # 2. 修改：同样的订单，把精度换成 bf16，潜变量差多少？
 # 3. 动手：引导强度等于 1 时，负面提示词不该有任何作用，证明它。
 
@@ -631,7 +630,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 #
 # ## Three questions
 #
-# 1. Predict: with `offload`, how many loads does a picture take? And three in a row?
+# 1. Predict: with `offload`, how many loads does a picture take? And two in a row?
 # 2. Modify: the same order in bf16. How far are the latents off?
 # 3. Build: at a guidance scale of 1 the negative prompt must not matter. Show it.
 
@@ -640,9 +639,9 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 counted, loads = Parts(folders["sd3"], "sd3", offload=True), []
 load_part = counted._load
 counted._load = lambda part: loads.append(part) or load_part(part)
-for _ in range(3):
+for _ in range(2):
     draw(counted, orders["sd3"])
-assert loads == ["encoders", "transformer", "vae"] * 3
+assert loads == ["encoders", "transformer", "vae"] * 2
 
 # %% tags=["solution"]
 # 2 · a few thousandths of their size after three steps: latents and time stayed fp32, the network rounded

@@ -60,8 +60,7 @@ from collections import Counter
 
 from recipes.emoji_data import load_emoji
 
-records = load_emoji().records
-captions = [record.label_en.split() for record in records]
+captions = [record.label_en.split() for record in load_emoji().records]
 follows = Counter(words[1] for words in captions if words[0] == "red")
 follows.most_common()
 
@@ -206,6 +205,7 @@ def number(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
+# %% tags=["export"]
 class RMSNorm(nn.Module):
     """y = w · x / sqrt(mean(x²) + ε) over the last axis, in fp32 (Zhang & Sennrich 2019).
 
@@ -217,9 +217,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
-        rms = torch.hypot(length * number(x.shape[-1] ** -0.5, x.device), number(self.eps**0.5, x.device))
-        return (x.float() / rms).to(x.dtype) * self.weight
+        size = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) * number(x.shape[-1] ** -0.5, x.device)
+        return (x.float() / torch.hypot(size, number(self.eps**0.5, x.device))).to(x.dtype) * self.weight
 
 
 # %% tags=["check"]
