@@ -152,11 +152,7 @@ def check_tensors(model: nn.Module, tensors: dict[str, Source], key_map: KeyMap)
 
 
 def fill(
-    model: nn.Module,
-    tensors: dict[str, Source],
-    key_map: KeyMap,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    model: nn.Module, tensors: dict[str, Source], key_map: KeyMap, device="cpu", dtype: torch.dtype | None = None
 ) -> None:
     """Give a model on the meta device its weights, one tensor of the checkpoint at a time, each straight into its place.
 
@@ -178,6 +174,13 @@ def fill(
             owner, _, leaf = name.rpartition(".")
             place = model.get_submodule(owner)
             setattr(place, leaf, nn.Parameter(ours, requires_grad=False) if leaf in place._parameters else ours)
+
+
+def require(config, **built) -> None:
+    """Raise ValueError where an entry of a configuration is not the one value that is built here; names both."""
+    for name, value in built.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} {getattr(config, name)!r} is not built here; try {value!r}")
 
 
 def read_config(kind: type, values: dict) -> Any:

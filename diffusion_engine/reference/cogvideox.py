@@ -10,18 +10,11 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, pad_rope
 from diffusion_engine.dit import Conditions
-from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require
+from diffusion_engine.reference.sd3 import at_each_step
 from diffusion_engine.timestep_embedding import TimestepEmbedder, timestep_embedding
 from diffusion_engine.transformer_block import FeedForward, Mod, split_mods
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
-
-
-def require(config, **built) -> None:
-    """Raise ValueError where an entry of a configuration is not the one value that is built here; names both."""
-    for name, value in built.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{name} {getattr(config, name)!r} is not built here; try {value!r}")
 
 
 @dataclass(frozen=True)
@@ -263,7 +256,7 @@ class CogVideoX(nn.Module):
         """`conditions` for all training steps ``times`` (S,), one product a layer; S · B · (all knobs) numbers."""
         given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, rope)
         knobs = [block.knobs(cond) for block, cond in zip(self.blocks, given.cond)] + [self.end(given.cond[-1])]
-        return [given._replace(cond=cond) for cond in by_step(knobs, len(times))]
+        return at_each_step(given, knobs, len(times))
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, image_rotary_emb=None) -> Tensor:
         """The same under diffusers' names: latents (B, T, C, H, W), rotations (N, head_dim) with each number twice."""

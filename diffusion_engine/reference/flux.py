@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import axial_rope, grid_positions, joint_mask
 from diffusion_engine.dit import Conditions, FinalLayer, patch_grid, patchify, unpatchify
-from diffusion_engine.optimizations import by_step
 from diffusion_engine.reference.checkpoint import KeyMap, swap_halves
-from diffusion_engine.reference.sd3 import JOINT
+from diffusion_engine.reference.sd3 import JOINT, at_each_step
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 
@@ -53,6 +52,8 @@ class ConditionEmbedder(nn.Module):
     Args:
         width: D. pooled_width: Dp. guidance: whether there is a way in for w (dev), or none (schnell).
 
+    forward(t, pooled, guidance, unit): ``unit`` is what w is multiplied by, 1 for a w that comes as 1000 · w.
+
     Raises:
         ValueError: at the call: w without a way in, or a way in without w.
     """
@@ -62,14 +63,16 @@ class ConditionEmbedder(nn.Module):
         self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if guidance else None
         self.pooled_in = nn.Sequential(nn.Linear(pooled_width, width), nn.SiLU(), nn.Linear(width, width))
 
-    def forward(self, t: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+    def forward(self, t: Tensor, pooled: Tensor, guidance: Tensor | None = None, unit: float = 1000) -> Tensor:
         if (guidance is None) != (self.guidance_in is None):
-            needs = "dev needs a scale such as 3.5 per sample, schnell takes none"
-            raise ValueError(f"guidance is {guidance}; FLUX.1 {needs}")
+            wants = "a scale such as 3.5 per sample" if guidance is None else "None: it has no embedder for it"
+            raise ValueError(f"guidance is {'missing' if guidance is None else 'given'}; this checkpoint wants {wants}")
         cond = self.time_in(t) + self.pooled_in(pooled)
-        return cond if guidance is None else cond + self.guidance_in(1000 * guidance.float())
+        return cond if guidance is None else cond + self.guidance_in(unit * guidance.float())
 
 
+EMBEDDERS = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
+CONDITION = {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for ours, theirs in EMBEDDERS.items() for i in (0, 1)}
 PARALLEL = {"modulation.linear": "norm.linear", "stream.qkv": "attn.{to_q,to_k,to_v}", "ff_in": "proj_mlp"}
 PARALLEL |= {"stream.norm_q": "attn.norm_q", "stream.norm_k": "attn.norm_k", "out": "proj_out"}
 
@@ -77,9 +80,7 @@ PARALLEL |= {"stream.norm_q": "attn.norm_q", "stream.norm_k": "attn.norm_k", "ou
 def flux_keys(config: FluxConfig) -> KeyMap:
     """Where each tensor of `Flux` lies in diffusers' checkpoint."""
     names = {"image_in": "x_embedder", "text_in": "context_embedder"}
-    mlps = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
-    for ours, theirs in mlps.items():
-        names |= {f"cond_in.{ours}.{2 * i}": f"time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
+    names |= {f"cond_in.{ours}": f"time_text_embed.{theirs}" for ours, theirs in CONDITION.items()}
     names |= {f"joint_blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in JOINT.items()}
     names |= {f"parallel_blocks.*.{ours}": f"single_transformer_blocks.*.{theirs}" for ours, theirs in PARALLEL.items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
@@ -148,7 +149,7 @@ class Flux(FluxTokens):
         cond = given.cond[-1]  # (S · B, D)
         knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.joint_blocks]
         knobs += [block.modulation(cond) for block in self.parallel_blocks]
-        return [given._replace(cond=row) for row in by_step([*knobs, self.final.knobs(cond)], steps)]
+        return at_each_step(given, [*knobs, self.final.knobs(cond)], steps)
 
     def as_diffusers(
         self, hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance=None

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, key_mask, pad_rope
 from diffusion_engine.dit import Conditions, FinalLayer
 from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require, swap_halves
 from diffusion_engine.reference.cogvideox import channels_last
-from diffusion_engine.reference.flux import PARALLEL
+from diffusion_engine.reference.flux import CONDITION, PARALLEL, ConditionEmbedder
 from diffusion_engine.reference.sd3 import JOINT
-from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
 
@@ -46,30 +45,15 @@ class HunyuanVideoConfig:
     rope_axes_dim: tuple[int, ...] = (16, 56, 56)
     image_condition_type: str | None = None
 
-    @property
-    def patch(self) -> tuple[int, int, int]:
-        """(pt, ph, pw)."""
-        return self.patch_size_t, self.patch_size, self.patch_size
-
     def __post_init__(self):
-        kind, out = self.image_condition_type, self.out_channels or self.in_channels
-        if kind is not None or out != self.in_channels:
-            found = f"image_condition_type {kind!r}, in_channels {self.in_channels}, out_channels {out}"
-            raise ValueError(f"{found}: it starts from a picture, not built here; expected None and equal channels")
+        require(self, mlp_ratio=4.0, qk_norm="rms_norm")
+        require(self, image_condition_type=None, in_channels=self.out_channels or self.in_channels)  # from text alone
         if sum(self.rope_axes_dim) != self.attention_head_dim:
             raise ValueError(f"rope_axes_dim {self.rope_axes_dim} must add up to a head's {self.attention_head_dim}")
-        if self.mlp_ratio != 4 or self.qk_norm != "rms_norm":
-            raise ValueError(f"mlp_ratio {self.mlp_ratio}, qk_norm {self.qk_norm!r}: expected 4.0 and 'rms_norm'")
 
 
 def video_rope(grid: tuple[int, int, int], config: HunyuanVideoConfig, text_tokens: int, device=None) -> Rope:
-    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay.
-
-    Raises:
-        ValueError: a grid without an axis of time.
-    """
-    if len(grid) != 3:
-        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
+    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay."""
     rope = axial_rope(grid_positions(*grid).to(device), config.rope_axes_dim, config.rope_theta)
     return pad_rope(rope, after=text_tokens)
 
@@ -77,10 +61,7 @@ def video_rope(grid: tuple[int, int, int], config: HunyuanVideoConfig, text_toke
 class RefinerBlock(nn.Module):
     """x ← x + α₁ · attn(LN(x)); x ← x + α₂ · ff(LN(x)): text tokens (B, M, D) → (B, M, D), gated by cond (B, D).
 
-    Args:
-        width: D. heads: H.
-
-    Source: HunyuanVideo ``token_refiner.py``, ``IndividualTokenRefinerBlock``.
+    ``width`` is D, ``heads`` H. Source: HunyuanVideo ``token_refiner.py``, ``IndividualTokenRefinerBlock``.
     """
 
     def __init__(self, width: int, heads: int):
@@ -109,14 +90,13 @@ class TokenRefiner(nn.Module):
 
     def __init__(self, text_width: int, width: int, heads: int, depth: int):
         super().__init__()
-        self.text_in, self.time_in = nn.Linear(text_width, width), TimestepEmbedder(width)
-        self.pooled_in = nn.Sequential(nn.Linear(text_width, width), nn.SiLU(), nn.Linear(width, width))
+        self.text_in, self.cond_in = nn.Linear(text_width, width), ConditionEmbedder(width, text_width, guidance=False)
         self.blocks = nn.ModuleList(RefinerBlock(width, heads) for _ in range(depth))
 
     def forward(self, text: Tensor, t: Tensor, real: Tensor | None = None) -> Tensor:
         shares = torch.ones(text.shape[:2], device=text.device) if real is None else real.float()
         mean = (text * shares.unsqueeze(-1)).sum(1) / shares.sum(1, keepdim=True)  # (B, Dt), in fp32
-        cond = self.time_in(t) + self.pooled_in(mean.to(text.dtype))
+        cond = self.cond_in(t, mean.to(text.dtype))
         x, mask = self.text_in(text), None if real is None else key_mask(real)
         for block in self.blocks:
             x = block(x, cond, mask)
@@ -143,22 +123,20 @@ def trim_padding(text: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | No
 
 REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.out": "attn.to_out.0"}
 REFINER |= {"attn.stream.qkv": "attn.{to_q,to_k,to_v}", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
-EMBEDDERS = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
 
 
 def hunyuan_video_keys(config: HunyuanVideoConfig) -> KeyMap:
     """Where each tensor of `HunyuanVideo` lies in diffusers' checkpoint."""
     names = {"image_in": "x_embedder.proj", "refiner.text_in": "context_embedder.proj_in"}
-    for ours, theirs in EMBEDDERS.items():
-        for here, there in {"": "", "refiner.": "context_embedder."}.items():
-            names |= {f"{here}{ours}.{2 * i}": f"{there}time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
-    blocks = {
-        "refiner.blocks": ("context_embedder.token_refiner.refiner_blocks", REFINER),
-        "joint_blocks": ("transformer_blocks", JOINT),
-        "parallel_blocks": ("single_transformer_blocks", PARALLEL),
+    parts = {
+        "cond_in": ("time_text_embed", CONDITION),
+        "refiner.cond_in": ("context_embedder.time_text_embed", CONDITION),
+        "refiner.blocks.*": ("context_embedder.token_refiner.refiner_blocks.*", REFINER),
+        "joint_blocks.*": ("transformer_blocks.*", JOINT),
+        "parallel_blocks.*": ("single_transformer_blocks.*", PARALLEL),
     }
-    for ours, (theirs, inside) in blocks.items():
-        names |= {f"{ours}.*.{here}": f"{theirs}.*.{there}" for here, there in inside.items()}
+    for ours, (theirs, inside) in parts.items():
+        names |= {f"{ours}.{here}": f"{theirs}.{there}" for here, there in inside.items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
     changes = {"image_in.weight": flatten_patches, "final.modulation": swap_halves}
     return KeyMap(names, changes | {"final.linear": partial(channels_last, channels=config.in_channels)})
@@ -184,12 +162,12 @@ class HunyuanVideo(nn.Module):
     def __init__(self, config: HunyuanVideoConfig):
         super().__init__()
         self.config, c, heads = config, config, config.num_attention_heads
+        self.patch = (c.patch_size_t, c.patch_size, c.patch_size)
         self.min_multiple = c.patch_size  # latent height and width must be multiples of this
         width, patch_dim = heads * c.attention_head_dim, c.patch_size_t * c.patch_size**2 * c.in_channels
         self.image_in, self.final = nn.Linear(patch_dim, width), FinalLayer(width, patch_dim)
         self.refiner = TokenRefiner(c.text_embed_dim, width, heads, c.num_refiner_layers)
-        self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if c.guidance_embeds else None
-        self.pooled_in = nn.Sequential(nn.Linear(c.pooled_projection_dim, width), nn.SiLU(), nn.Linear(width, width))
+        self.cond_in = ConditionEmbedder(width, c.pooled_projection_dim, c.guidance_embeds)
         self.joint_blocks = nn.ModuleList(JointBlock(width, heads) for _ in range(c.num_layers))
         self.parallel_blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(c.num_single_layers))
 
@@ -199,19 +177,14 @@ class HunyuanVideo(nn.Module):
 
     def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None, unit: float = 1000) -> Conditions:
         """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); ``unit`` · guidance is embedded."""
-        if (guidance is None) != (self.guidance_in is None):
-            wants = "a scale such as 6.0 per sample" if guidance is None else "None: it has no embedder for it"
-            raise ValueError(f"guidance is {'missing' if guidance is None else 'given'}; this checkpoint wants {wants}")
-        text, mask = trim_padding(text, text_mask)
-        text, cond = self.refiner(text, t, mask), self.time_in(t) + self.pooled_in(pooled)
-        if guidance is not None:
-            cond = cond + self.guidance_in(unit * guidance.float())
-        rope = video_rope(video_grid(shape[1:], self.config.patch), self.config, text.shape[1], text.device)
+        cond, (text, mask) = self.cond_in(t, pooled, guidance, unit), trim_padding(text, text_mask)
+        text = self.refiner(text, t, mask)
+        rope = video_rope(video_grid(shape[1:], self.patch), self.config, text.shape[1], text.device)
         return Conditions(text, mask, rope, [cond] * (len(self.joint_blocks) + len(self.parallel_blocks) + 1))
 
     def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
         """The rest of `forward`: velocity of the latents under given conditions."""
-        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.config.patch)), given
+        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.patch)), given
         n, cond = x.shape[1], iter(cond)
         del given  # the text that the first block rewrites ends there
         for block in self.joint_blocks:
@@ -219,23 +192,18 @@ class HunyuanVideo(nn.Module):
         x, mask = torch.cat([x, text], dim=1), joint_mask(mask, n)  # (B, N + M, D)
         for block in self.parallel_blocks:
             x = block(x, next(cond), mask, rope)
-        grid = video_grid(latents.shape[2:], self.config.patch)
-        return video_unpatchify(self.final(x[:, :n], next(cond)), self.config.patch, grid)
+        return video_unpatchify(self.final(x[:, :n], next(cond)), self.patch, video_grid(latents.shape[2:], self.patch))
 
     def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
-        """`conditions` for all times (S,), see `refine_ahead`; ``shape`` is that of the latents without the batch."""
-        return refine_ahead(self, shape, times, text, text_mask, pooled, guidance)
+        """`conditions` for all times (S,), equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
 
-
-def refine_ahead(model: nn.Module, shape, times, text, text_mask, pooled, guidance) -> list[Conditions]:
-    """`conditions` for all times (S,) at once, equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
-
-    Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
-    """
-    many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in (text, text_mask, pooled, guidance)]
-    given = model.conditions(shape, times.repeat_interleave(len(text)), *many)
-    cond = given.cond[-1]  # (S · B, D)
-    knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in model.joint_blocks]
-    knobs += [*(block.modulation(cond) for block in model.parallel_blocks), model.final.knobs(cond)]
-    rows = by_step((given.text, given.text_mask, knobs), len(times))
-    return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]
+        Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
+        """
+        words = (text, text_mask, pooled, guidance)
+        many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in words]
+        given = self.conditions(shape, times.repeat_interleave(len(text)), *many)
+        cond = given.cond[-1]  # (S · B, D)
+        knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.joint_blocks]
+        knobs += [*(block.modulation(cond) for block in self.parallel_blocks), self.final.knobs(cond)]
+        rows = by_step((given.text, given.text_mask, knobs), len(times))
+        return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, grid_positions
 from diffusion_engine.dit import Conditions
-from diffusion_engine.reference.checkpoint import KeyMap
-from diffusion_engine.reference.wan import BLOCK, last_mod, work_ahead
+from diffusion_engine.reference.checkpoint import KeyMap, require
+from diffusion_engine.reference.sana import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, modulate
 
@@ -46,11 +46,9 @@ class LTXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
-        for name, value in (built | {"cross_attention_dim": self.width}).items():
-            if getattr(self, name) != value:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
+        require(self, patch_size=1, patch_size_t=1, activation_fn="gelu-approximate", norm_eps=1e-6)
+        require(self, qk_norm="rms_norm_across_heads", norm_elementwise_affine=False, attention_out_bias=True)
+        require(self, cross_attention_dim=self.width)
         if self.attention_head_dim % 2 or self.width < 6:
             head = max(6, self.attention_head_dim + self.attention_head_dim % 2)
             raise ValueError(f"attention_head_dim {self.attention_head_dim} does not turn in pairs; try {head}")
@@ -198,7 +196,6 @@ class LTX(nn.Module):
         return self.out(modulate(x, last_mod(self.table, given.cond[-1])))  # LayerNorm here
 
     def hoist(self, shape, times, text, text_mask=None, pooled=None, **where) -> list[Conditions]:
-        """`conditions` for all times (S,), see `work_ahead`; a mask that hides nothing is dropped."""
-        mask = None if text_mask is None or bool(text_mask.all()) else text_mask
-        given = self.conditions(shape, times.repeat_interleave(len(text)), text, mask, pooled, **where)
+        """`conditions` for all times (S,), see `work_ahead`; ``shape`` is that of the latents without the batch."""
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, **where)
         return work_ahead(self, given, len(times))

@@ -172,8 +172,20 @@ class SD3(nn.Module):
         given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled.repeat(steps, 1))
         cond = given.cond[-1]  # (S · B, D)
         knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.blocks]
-        return [given._replace(cond=row) for row in by_step([*knobs, self.final.knobs(cond)], steps)]
+        return at_each_step(given, [*knobs, self.final.knobs(cond)], steps)
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, pooled_projections, timestep) -> Tensor:
         """The same under diffusers' names; ``timestep`` is t."""
         return self(hidden_states, timestep.float(), encoder_hidden_states, None, pooled_projections)
+
+
+def at_each_step(given: Conditions, knobs: list, steps: int) -> list[Conditions]:
+    """`Conditions` of S · B times, step after step, as S `Conditions` of B, all else shared by them.
+
+    A mask that hides nothing is dropped, so that attention is free to run its fastest way.
+
+    Args:
+        knobs: made for S · B samples, see `by_step`. steps: S.
+    """
+    mask = None if given.text_mask is None or bool(given.text_mask.all()) else given.text_mask
+    return [given._replace(text_mask=mask, cond=cond) for cond in by_step(knobs, steps)]

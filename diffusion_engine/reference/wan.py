@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, attention, axial_rope, grid_positions, qk_norm_layer
 from diffusion_engine.dit import Conditions
-from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require
+from diffusion_engine.reference.sana import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, FeedForward, Mod, modulate
 from diffusion_engine.video import rope_axes, video_grid, video_patchify, video_unpatchify
@@ -50,13 +50,8 @@ class WanConfig:
 
     def __post_init__(self):
         rope_axes(self.attention_head_dim)
-        if self.qk_norm != "rms_norm_across_heads" or self.eps != 1e-6:
-            raise ValueError(f"qk_norm {self.qk_norm!r}, eps {self.eps}: Wan has 'rms_norm_across_heads' and 1e-06")
-        if self.pos_embed_seq_len is not None:
-            raise ValueError(f"pos_embed_seq_len {self.pos_embed_seq_len}: first-and-last-frame is not built; try None")
-        if self.added_kv_proj_dim != (near := self.image_dim and self.width):
-            found = f"added_kv_proj_dim {self.added_kv_proj_dim} with image_dim {self.image_dim}"
-            raise ValueError(f"{found}: the image has the width of the model; try {near}")
+        require(self, qk_norm="rms_norm_across_heads", eps=1e-6, pos_embed_seq_len=None)
+        require(self, added_kv_proj_dim=self.image_dim and self.width)  # an image has the width of the model
 
 
 class WanCross(CrossAttention):
@@ -103,13 +98,6 @@ def exactly(x: Tensor, mod: Mod) -> Tensor:
     return modulate(x.float(), mod).to(x.dtype)
 
 
-def last_mod(table: Tensor, cond: Tensor | Mod) -> Mod:
-    """Shift and scale before the last layer: table (2, D) + cond (B, D) or (B, N, D); a `Mod` passes unchanged."""
-    if isinstance(cond, Mod):
-        return cond
-    return Mod(*(table + cond.reshape(len(cond), -1, 1, cond.shape[-1])).unbind(-2))  # (B, 1 or N, D) each
-
-
 class WanBlock(DiTBlock):
     """Self-attention, cross-attention behind a norm with weights, feed-forward; knobs from a table, all in fp32.
 
@@ -131,11 +119,6 @@ class WanBlock(DiTBlock):
         return torch.addcmul(x, for_ff.gate, self.ff(exactly(x, for_ff))).to(x.dtype)
 
 
-BLOCK = {"modulation.table": "scale_shift_table"}
-BLOCK |= {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
-BLOCK |= {"cross.q": "attn2.to_q", "cross.kv": "attn2.{to_k,to_v}", "cross.out": "attn2.to_out.0"}
-BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
-BLOCK |= {f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
 WAN_BLOCK = BLOCK | {"cross_norm": "norm2", "ff.0": "ffn.net.0.proj", "ff.2": "ffn.net.2"}
 WAN_BLOCK |= {"cross.image_kv": "attn2.{add_k_proj,add_v_proj}", "cross.norm_image_k": "attn2.norm_added_k"}
 
@@ -194,10 +177,7 @@ class Wan(nn.Module):
         return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, image))
 
     def conditions(self, shape, t, text, text_mask=None, pooled=None, image=None) -> Conditions:
-        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`.
-
-        Each entry of its ``text`` is what `WanCross` takes: for image-to-video text and image are a list.
-        """
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`."""
         c = self.config
         if len(shape) != 4 or shape[0] != c.in_channels:
             raise ValueError(f"latents have shape (B, {str([*shape])[1:-1]}); expected (B, {c.in_channels}, F, H, W)")
@@ -205,7 +185,7 @@ class Wan(nn.Module):
             raise ValueError(f"image {'is missing' if image is None else 'given'}; image_dim {c.image_dim} decides")
         places = grid_positions(*video_grid(shape[1:], c.patch_size)).to(text.device)
         text = self.text_in(text if text_mask is None else text.masked_fill(~text_mask.unsqueeze(-1), 0))
-        given = text if image is None else [text, self.image_in(image)]
+        given = text if image is None else [text, self.image_in(image)]  # as `WanCross` takes them
         cond = self.time_in(t.flatten()).unflatten(0, t.shape).to(text.dtype)  # (B, D), or (B, N, D)
         rope, shared = axial_rope(places, rope_axes(c.attention_head_dim)), self.knobs(F.silu(cond))
         return Conditions([given] * c.num_layers, None, rope, [shared] * c.num_layers + [cond])
@@ -226,17 +206,3 @@ class Wan(nn.Module):
     def as_diffusers(self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None) -> Tensor:
         """The same under diffusers' names; ``timestep`` is t."""
         return self(hidden_states, timestep.float(), encoder_hidden_states, image=encoder_hidden_states_image)
-
-
-def work_ahead(model: nn.Module, given: Conditions, steps: int) -> list[Conditions]:
-    """`Conditions` of S · B times, step after step, as S `Conditions` of B whose knobs, keys and values are made.
-
-    One product a layer for all times. Knobs take S · B · blocks · 6 · D numbers, keys and values B · blocks · 2 · M · D.
-
-    Args:
-        model: has ``blocks`` with ``modulation`` and ``cross``, and a ``table`` at the end. steps: S.
-    """
-    knobs = [block.modulation(shared) for block, shared in zip(model.blocks, given.cond)]
-    knobs.append(last_mod(model.table, given.cond[-1]))
-    text = [block.cross.keys_values(text) for block, text in zip(model.blocks, given.text)]
-    return [given._replace(text=text, cond=cond) for cond in by_step(knobs, steps)]

@@ -420,11 +420,7 @@ print(refusal(check_tensors, Small(), wider, MAP))  # shapes are compared after 
 
 # %% tags=["export"]
 def fill(
-    model: nn.Module,
-    tensors: dict[str, Source],
-    key_map: KeyMap,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    model: nn.Module, tensors: dict[str, Source], key_map: KeyMap, device="cpu", dtype: torch.dtype | None = None
 ) -> None:
     """Give a model on the meta device its weights, one tensor of the checkpoint at a time, each straight into its place.
 
@@ -481,15 +477,22 @@ show(
 # %% [markdown] lang="zh"
 # ## 从文件夹到模型
 #
-# 剩下的是接线：配置 → 骨架 → 目录 → 核对 → 填充。配置里若有我们不认识又没关掉的开关，也要拒绝：忽略它，数字就会悄悄不同。
+# 剩下的是接线：配置 → 骨架 → 目录 → 核对 → 填充。配置里若有我们不认识又没关掉的开关，也要拒绝：忽略它，数字就会悄悄不同。认识、却只造了一种取值的，由 `require` 把关。
 
-# %% [markdown] lang="en" twin="4b7fff8c"
+# %% [markdown] lang="en" twin="2d482956"
 # ## From folder to model
 #
-# What remains is wiring: configuration → skeleton → table → check → fill. A switch in the configuration that we do not know, and that is not off, is refused as well: to ignore it is to differ in silence.
+# What remains is wiring: configuration → skeleton → table → check → fill. A switch in the configuration that we do not know, and that is not off, is refused as well: to ignore it is to differ in silence. Where an entry is known but built for one value only, `require` stands guard.
 
 
 # %% tags=["export"]
+def require(config, **built) -> None:
+    """Raise ValueError where an entry of a configuration is not the one value that is built here; names both."""
+    for name, value in built.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} {getattr(config, name)!r} is not built here; try {value!r}")
+
+
 def read_config(kind: type, values: dict) -> Any:
     """A model's sizes from ``config.json``: the dataclass ``kind`` has diffusers' names and defaults.
 
@@ -598,6 +601,8 @@ assert error < 1e-5  # every weight of an SD3 in the network of chapter 06
 print(len(list((home / "sd3").glob("*.safetensors"))), "shards; the velocities differ by less than 1e-5")
 newer = json.loads((home / "sd3" / "config.json").read_text()) | {"new_idea": 2}
 assert "new_idea" in refusal(read_config, PlainSD3.Config, newer)
+require(ours.config, latent_channels=4, patch=2)  # as built: not a word
+assert refusal(lambda: require(ours.config, patch=4)) == "patch 2 is not built here; try 4"
 
 # %% [markdown] lang="zh"
 # ## 权重从哪里来

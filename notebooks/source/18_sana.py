@@ -40,10 +40,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion_engine.attention import CrossAttention, Heads, RMSNorm
+from diffusion_engine.attention import CrossAttention, RMSNorm, SelfAttention
 from diffusion_engine.dit import Conditions, patch_grid, patchify, unpatchify
-from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require
+from diffusion_engine.reference.sd3 import at_each_step
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import Mod, ModulationTable, modulate
 
@@ -113,8 +113,7 @@ class SanaConfig:
     def __post_init__(self):
         if self.qk_norm not in (None, "rms_norm_across_heads"):
             raise ValueError(f"qk_norm {self.qk_norm!r} is unknown; try 'rms_norm_across_heads' or None")
-        if self.norm_elementwise_affine or self.norm_eps != 1e-6 or self.interpolation_scale is not None:
-            raise ValueError("norms with weights, another norm_eps and position tables are not built here")
+        require(self, norm_elementwise_affine=False, norm_eps=1e-6, interpolation_scale=None)
 
 
 # %% [markdown] lang="zh"
@@ -162,7 +161,6 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """φ(q) Σ φ(k)ᵀ v / φ(q) Σ φ(k)ᵀ with φ = ReLU, in every head, in fp32.
 
     q, k, v (B, H, N, Dh) → the same shape, fp32; zeros for a query that no key answers.
-
     Source: Katharopoulos et al. 2020; Xie et al. 2024 (Sana); diffusers' ``SanaLinearAttnProcessor2_0``.
     """
     q, k, v = q.relu().float(), k.relu().float(), v.float()
@@ -203,12 +201,8 @@ show(
 
 
 # %% tags=["export"]
-class LinearAttention(nn.Module):
-    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N; see `Heads`."""
-
-    def __init__(self, width: int, heads: int, qk_norm, bias: bool):
-        super().__init__()
-        self.stream = Heads(width, heads, qk_norm, bias=bias, eps=1e-5)
+class LinearAttention(SelfAttention):
+    """`SelfAttention` with ReLU in place of softmax: (B, N, D) → (B, N, D) at a cost that grows with N."""
 
     def forward(self, x: Tensor, mask=None, rope=None, chunk=None) -> Tensor:
         return self.stream.merge(linear_attention(*self.stream.split(x)).to(x.dtype))
@@ -262,7 +256,7 @@ def redraw(module: nn.Module) -> nn.Module:
 
 ff, look, x = (
     redraw(ConvFeedForward(24, 2.5)),
-    redraw(LinearAttention(24, 2, None, True)),
+    redraw(LinearAttention(24, 2, None)),
     torch.randn(1, 35, 24, generator=rng),
 )
 
@@ -317,16 +311,15 @@ class SanaBlock(nn.Module):
 
     forward(x (B, N, D), shared knobs (B, 6 · D), text (B, M, Dt), text_mask (B, M) bool, grid); shared knobs may be two
     `Mod` made before, and text the keys and values that `CrossAttention.keys_values` made.
-
     Source: Xie et al. 2024 (Sana); diffusers' ``SanaTransformerBlock``.
     """
 
     def __init__(self, c: SanaConfig):
         super().__init__()
         norm, width = "rms_across" if c.qk_norm else None, c.width
-        options = {"bias": True, "head_dim": c.cross_attention_head_dim, "eps": 1e-5}
+        options = {"head_dim": c.cross_attention_head_dim, "eps": 1e-5}
         self.modulation = ModulationTable(width, 2)
-        self.attn = LinearAttention(width, c.num_attention_heads, norm, c.attention_bias)
+        self.attn = LinearAttention(width, c.num_attention_heads, norm, bias=c.attention_bias, eps=1e-5)
         self.cross = CrossAttention(width, c.num_cross_attention_heads, c.cross_attention_dim, norm, **options)
         self.ff = ConvFeedForward(width, c.mlp_ratio)
 
@@ -338,19 +331,12 @@ class SanaBlock(nn.Module):
 
 
 # %% tags=["export"]
-BLOCK = {
-    "modulation.table": "scale_shift_table",
-    "attn.stream.qkv": "attn1.{to_q,to_k,to_v}",
-    "attn.stream.out": "attn1.to_out.0",
-    "cross.q": "attn2.to_q",
-    "cross.kv": "attn2.{to_k,to_v}",
-    "cross.out": "attn2.to_out.0",
-    **{f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"},
-    **{f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"},
-    "ff.expand": "ff.conv_inverted",
-    "ff.depthwise": "ff.conv_depth",
-    "ff.out": "ff.conv_point",
-}
+BLOCK = {"modulation.table": "scale_shift_table"}
+BLOCK |= {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
+BLOCK |= {"cross.q": "attn2.to_q", "cross.kv": "attn2.{to_k,to_v}", "cross.out": "attn2.to_out.0"}
+BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
+BLOCK |= {f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
+SANA_BLOCK = BLOCK | {"ff.expand": "ff.conv_inverted", "ff.depthwise": "ff.conv_depth", "ff.out": "ff.conv_point"}
 
 
 # %% tags=["export"]
@@ -361,7 +347,7 @@ def sana_keys(config: SanaConfig) -> KeyMap:
     mlps = {"time_in.mlp": f"{time}timestep_embedder", "guidance_in.mlp": f"{time}guidance_embedder"}
     for ours, theirs in (mlps | {"text_in": "caption_projection"}).items():
         names |= {f"{ours}.{2 * i}": f"{theirs}.linear_{i + 1}" for i in (0, 1)}
-    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in BLOCK.items()}
+    names |= {f"blocks.*.{ours}": f"transformer_blocks.*.{theirs}" for ours, theirs in SANA_BLOCK.items()}
     names |= {"table": "scale_shift_table", "out": "proj_out"}
     flat = ("image_in.weight", "blocks.*.ff.expand.weight", "blocks.*.ff.out.weight")
     return KeyMap(names, changes=dict.fromkeys(flat, flatten_patches))
@@ -379,6 +365,14 @@ def sana_keys(config: SanaConfig) -> KeyMap:
 
 
 # %% tags=["export"]
+def last_mod(table: Tensor, cond: Tensor | Mod) -> Mod:
+    """Shift and scale before the last layer: table (2, D) + cond (B, D) or (B, N, D); a `Mod` passes unchanged."""
+    if isinstance(cond, Mod):
+        return cond
+    return Mod(*(table + cond.reshape(len(cond), -1, 1, cond.shape[-1])).unbind(-2))  # (B, 1 or N, D) each
+
+
+# %% tags=["export"]
 class Sana(nn.Module):
     """Velocity network of Sana, and of Sana-Sprint with QK norms and guidance; the arguments are those of `DiT`.
 
@@ -390,6 +384,7 @@ class Sana(nn.Module):
     def __init__(self, config: SanaConfig):
         super().__init__()
         self.config, c, width = config, config, config.width
+        self.min_multiple = c.patch_size  # latent height and width must be multiples of this
         self.image_in = nn.Linear(c.patch_size**2 * c.in_channels, width)
         self.text_in = nn.Sequential(nn.Linear(c.caption_channels, width), nn.GELU("tanh"), nn.Linear(width, width))
         self.text_norm = RMSNorm(width, eps=1e-5)
@@ -397,11 +392,6 @@ class Sana(nn.Module):
         self.knobs, self.table = nn.Linear(width, 6 * width), nn.Parameter(torch.zeros(2, width))
         self.blocks = nn.ModuleList(SanaBlock(c) for _ in range(c.num_layers))
         self.out = nn.Linear(width, c.patch_size**2 * (c.out_channels or c.in_channels))
-
-    @property
-    def min_multiple(self) -> int:
-        """Latent height and width must be multiples of this."""
-        return self.config.patch_size
 
     def forward(self, latents, t, text, text_mask=None, pooled=None, guidance=None) -> Tensor:
         """Velocity (B, C, H, W) at t = 1000 · σ, (B,), under text (B, M, 2304), text_mask (B, M); pooled is unused."""
@@ -412,9 +402,8 @@ class Sana(nn.Module):
         cond = self.time_in(t * self.config.timestep_scale)  # (B, D)
         if guidance is not None:
             cond = cond + self.guidance_in(guidance.float())
-        text, shared = self.text_norm(self.text_in(text)), self.knobs(F.silu(cond))
-        end, depth = Mod(*(self.table + cond.unsqueeze(1)).chunk(2, dim=1)), len(self.blocks)
-        return Conditions([text] * depth, text_mask, None, [shared] * depth + [end])
+        text, shared, depth = self.text_norm(self.text_in(text)), self.knobs(F.silu(cond)), len(self.blocks)
+        return Conditions([text] * depth, text_mask, None, [shared] * depth + [cond])
 
     def velocity(self, latents, given: Conditions) -> Tensor:
         """The rest of `forward`: velocity (B, C, H, W) of the latents under given conditions."""
@@ -422,18 +411,13 @@ class Sana(nn.Module):
         x = self.image_in(patchify(latents, p))  # (B, N, D)
         for block, shared, text in zip(self.blocks, given.cond, given.text):
             x = block(x, shared, text, given.text_mask, grid)
-        return unpatchify(self.out(modulate(x, given.cond[-1])), p, grid)
+        return unpatchify(self.out(modulate(x, last_mod(self.table, given.cond[-1]))), p, grid)
 
     def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
-        """`conditions` at each of the times (S,) for the B prompts of one forward, all knobs made: S × `Conditions`.
-
-        Every block's text is its keys and values, made once and shared by all steps.
-        """
+        """`conditions` for all times (S,), see `work_ahead`; ``shape`` is that of the latents without the batch."""
         guidance = None if guidance is None else guidance.repeat(len(times))
         given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, guidance)
-        text = [block.cross.keys_values(tokens) for block, tokens in zip(self.blocks, given.text)]
-        knobs = [block.modulation(shared) for block, shared in zip(self.blocks, given.cond)]
-        return [given._replace(text=text, cond=row) for row in by_step([*knobs, given.cond[-1]], len(times))]
+        return work_ahead(self, given, len(times))
 
     def as_diffusers(self, hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None):
         """The same under diffusers' names; its ``timestep`` is already scaled."""
@@ -503,6 +487,19 @@ assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth th
 #
 # In this family most can be hoisted. The image never changes the text: keys and values of every block's cross-attention are made once a picture and shared by all steps, under the same mask. Knobs look at time alone and are added to every block's table before the first step. What is left for a step is the image itself.
 
+
+# %% tags=["export"]
+def work_ahead(model: nn.Module, given: Conditions, steps: int) -> list[Conditions]:
+    """`Conditions` of S · B times as S `Conditions` of B, see `at_each_step`, whose knobs, keys and values are made.
+
+    One product a layer for all times. Knobs take S · B · blocks · 6 · D numbers, keys and values B · blocks · 2 · M · D.
+    ``model`` has ``blocks`` with ``modulation`` and ``cross``, and a ``table`` at the end.
+    """
+    knobs = [block.modulation(shared) for block, shared in zip(model.blocks, given.cond)]
+    text = [block.cross.keys_values(text) for block, text in zip(model.blocks, given.text)]
+    return at_each_step(given._replace(text=text), [*knobs, last_mod(model.table, given.cond[-1])], steps)
+
+
 # %% tags=["check"]
 times = torch.tensor([1000.0, 640.5, 3.25])
 for name, scale in {"Sprint": w, "Sana": None}.items():
@@ -510,7 +507,8 @@ for name, scale in {"Sprint": w, "Sana": None}.items():
     for time, given in zip(times, ahead, strict=True):
         expected = ours[name](latents, time.expand(2), text, real, None, scale)
         assert torch.allclose(ours[name].velocity(latents, given), expected, atol=1e-5)  # ahead, or block by block
-assert ahead[0].text is ahead[2].text and len(ahead[0].text[1]) == 2  # keys and values, shared by all steps
+assert ahead[0].text is ahead[2].text and isinstance(ahead[0].text[1], tuple)  # keys and values, shared by all steps
+assert sana.hoist(latents.shape[1:], times, text, real | True)[0].text_mask is None  # nothing to hide
 
 # %% [markdown] lang="zh"
 # 做旋钮、做键和值的权重，开跑以后没人再读，可以离开内存。数一数占多少，再像第 16 章那样让梯度核对：从 `velocity` 往回走，只有它们收不到梯度。

@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, attention, axial_rope, grid_positions, qk_norm_layer
 from diffusion_engine.dit import Conditions
-from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require
+from diffusion_engine.reference.sana import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, FeedForward, Mod, modulate
 from diffusion_engine.video import rope_axes, video_grid, video_patchify, video_unpatchify
@@ -114,13 +114,8 @@ class WanConfig:
 
     def __post_init__(self):
         rope_axes(self.attention_head_dim)
-        if self.qk_norm != "rms_norm_across_heads" or self.eps != 1e-6:
-            raise ValueError(f"qk_norm {self.qk_norm!r}, eps {self.eps}: Wan has 'rms_norm_across_heads' and 1e-06")
-        if self.pos_embed_seq_len is not None:
-            raise ValueError(f"pos_embed_seq_len {self.pos_embed_seq_len}: first-and-last-frame is not built; try None")
-        if self.added_kv_proj_dim != (near := self.image_dim and self.width):
-            found = f"added_kv_proj_dim {self.added_kv_proj_dim} with image_dim {self.image_dim}"
-            raise ValueError(f"{found}: the image has the width of the model; try {near}")
+        require(self, qk_norm="rms_norm_across_heads", eps=1e-6, pos_embed_seq_len=None)
+        require(self, added_kv_proj_dim=self.image_dim and self.width)  # an image has the width of the model
 
 
 # %% [markdown] lang="zh"
@@ -294,13 +289,6 @@ def exactly(x: Tensor, mod: Mod) -> Tensor:
     return modulate(x.float(), mod).to(x.dtype)
 
 
-def last_mod(table: Tensor, cond: Tensor | Mod) -> Mod:
-    """Shift and scale before the last layer: table (2, D) + cond (B, D) or (B, N, D); a `Mod` passes unchanged."""
-    if isinstance(cond, Mod):
-        return cond
-    return Mod(*(table + cond.reshape(len(cond), -1, 1, cond.shape[-1])).unbind(-2))  # (B, 1 or N, D) each
-
-
 # %%
 tokens, still = torch.randn(1, 64, 256, generator=rng).bfloat16(), torch.zeros(1, 1, 256)
 
@@ -381,19 +369,14 @@ assert torch.equal(block(x, shut, rope, text), x + block.cross(block.cross_norm(
 # %% [markdown] lang="zh"
 # ## 对照表与网络
 #
-# `fp32` 列出半精度里也不变的张量，和 diffusers 的 `_keep_in_fp32_modules` 相同。网络和第 14 章的 `VideoDiT` 并排看：没有汇总向量，旋钮共用，收尾用一张两行的表；`text_mask` 不是遮住，而是**置零**，和 Wan 的流水线一样。时间也可以每个词元一个，$(B, N)$：Wan2.2 的 5B 这样让第一帧保持干净。
+# 块里的名字和 Sana 一样，表用第 18 章的 `BLOCK`。`fp32` 列出半精度里也不变的张量，和 diffusers 的 `_keep_in_fp32_modules` 相同。网络和第 14 章的 `VideoDiT` 并排看：没有汇总向量，旋钮共用，收尾用一张两行的表；`text_mask` 不是遮住，而是**置零**，和 Wan 的流水线一样。时间也可以每个词元一个，$(B, N)$：Wan2.2 的 5B 这样让第一帧保持干净。
 
-# %% [markdown] lang="en" twin="324c8682"
+# %% [markdown] lang="en" twin="3777675c"
 # ## The key map and the network
 #
-# `fp32` lists what a half-precision load leaves alone: diffusers' `_keep_in_fp32_modules`. Beside chapter 14's `VideoDiT` the network has no pooled vector, shared knobs, and a table of two rows at the end. `text_mask` does not hide, it sets to **zero**, as Wan's pipeline does. Every token may have its own time, $(B, N)$: so Wan2.2's 5B keeps a first frame clean.
+# Names inside a block are Sana's, chapter 18's `BLOCK`. `fp32` lists what a half-precision load leaves alone: diffusers' `_keep_in_fp32_modules`. Beside chapter 14's `VideoDiT` the network has no pooled vector, shared knobs, and a table of two rows at the end. `text_mask` does not hide, it sets to **zero**, as Wan's pipeline does. Every token may have its own time, $(B, N)$: so Wan2.2's 5B keeps a first frame clean.
 
 # %% tags=["export"]
-BLOCK = {"modulation.table": "scale_shift_table"}
-BLOCK |= {"attn.stream.qkv": "attn1.{to_q,to_k,to_v}", "attn.stream.out": "attn1.to_out.0"}
-BLOCK |= {"cross.q": "attn2.to_q", "cross.kv": "attn2.{to_k,to_v}", "cross.out": "attn2.to_out.0"}
-BLOCK |= {f"attn.stream.norm_{a}": f"attn1.norm_{a}" for a in "qk"}
-BLOCK |= {f"cross.norm_{a}": f"attn2.norm_{a}" for a in "qk"}
 WAN_BLOCK = BLOCK | {"cross_norm": "norm2", "ff.0": "ffn.net.0.proj", "ff.2": "ffn.net.2"}
 WAN_BLOCK |= {"cross.image_kv": "attn2.{add_k_proj,add_v_proj}", "cross.norm_image_k": "attn2.norm_added_k"}
 
@@ -453,10 +436,7 @@ class Wan(nn.Module):
         return self.velocity(latents, self.conditions(latents.shape[1:], t, text, text_mask, pooled, image))
 
     def conditions(self, shape, t, text, text_mask=None, pooled=None, image=None) -> Conditions:
-        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`.
-
-        Each entry of its ``text`` is what `WanCross` takes: for image-to-video text and image are a list.
-        """
+        """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); the rest as in `forward`."""
         c = self.config
         if len(shape) != 4 or shape[0] != c.in_channels:
             raise ValueError(f"latents have shape (B, {str([*shape])[1:-1]}); expected (B, {c.in_channels}, F, H, W)")
@@ -464,7 +444,7 @@ class Wan(nn.Module):
             raise ValueError(f"image {'is missing' if image is None else 'given'}; image_dim {c.image_dim} decides")
         places = grid_positions(*video_grid(shape[1:], c.patch_size)).to(text.device)
         text = self.text_in(text if text_mask is None else text.masked_fill(~text_mask.unsqueeze(-1), 0))
-        given = text if image is None else [text, self.image_in(image)]
+        given = text if image is None else [text, self.image_in(image)]  # as `WanCross` takes them
         cond = self.time_in(t.flatten()).unflatten(0, t.shape).to(text.dtype)  # (B, D), or (B, N, D)
         rope, shared = axial_rope(places, rope_axes(c.attention_head_dim)), self.knobs(F.silu(cond))
         return Conditions([given] * c.num_layers, None, rope, [shared] * c.num_layers + [cond])
@@ -545,28 +525,12 @@ for wrong in ((latents[:, :4], t, text), (latents[..., :5], t, text), (latents, 
 # %% [markdown] lang="zh"
 # ## 与潜变量无关的
 #
-# 时刻早已排定，提示词也不变：旋钮，文字和图像的键与值，旋转，都能在第一步之前为所有时刻一次算好（第 13 章）。`conditions` 只备料，块用到时才加工；`hoist` 全部提前加工。从此没有人再读这些权重，它们可以离开内存。
+# 时刻早已排定，提示词也不变：旋钮，文字和图像的键与值，旋转，都能在第一步之前为所有时刻一次算好（第 13 章）。`conditions` 只备料，块用到时才加工；`hoist` 全部提前加工，用第 18 章的 `work_ahead`。从此没有人再读这些权重，它们可以离开内存。
 
-# %% [markdown] lang="en" twin="3240f4f8"
+# %% [markdown] lang="en" twin="09f3f457"
 # ## What no latent changes
 #
-# The times are fixed ahead, and the prompt stays: knobs, keys and values of text and image, and the turns can be made before the first step, for all times at once (chapter 13). `conditions` only gathers, and blocks do the work when they need it; `hoist` does all of it ahead. From then on nobody reads those weights, and they may leave memory.
-
-
-# %% tags=["export"]
-def work_ahead(model: nn.Module, given: Conditions, steps: int) -> list[Conditions]:
-    """`Conditions` of S · B times, step after step, as S `Conditions` of B whose knobs, keys and values are made.
-
-    One product a layer for all times. Knobs take S · B · blocks · 6 · D numbers, keys and values B · blocks · 2 · M · D.
-
-    Args:
-        model: has ``blocks`` with ``modulation`` and ``cross``, and a ``table`` at the end. steps: S.
-    """
-    knobs = [block.modulation(shared) for block, shared in zip(model.blocks, given.cond)]
-    knobs.append(last_mod(model.table, given.cond[-1]))
-    text = [block.cross.keys_values(text) for block, text in zip(model.blocks, given.text)]
-    return [given._replace(text=text, cond=cond) for cond in by_step(knobs, steps)]
-
+# The times are fixed ahead, and the prompt stays: knobs, keys and values of text and image, and the turns can be made before the first step, for all times at once (chapter 13). `conditions` only gathers, and blocks do the work when they need it; `hoist` does all of it ahead, by chapter 18's `work_ahead`. From then on nobody reads those weights, and they may leave memory.
 
 # %% tags=["check"]
 road = torch.tensor([987.6, 500.0, 3.2])

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from diffusion_engine.attention import CrossAttention, Rope, grid_positions
 from diffusion_engine.dit import Conditions
-from diffusion_engine.reference.checkpoint import KeyMap
-from diffusion_engine.reference.wan import BLOCK, last_mod, work_ahead
+from diffusion_engine.reference.checkpoint import KeyMap, require
+from diffusion_engine.reference.sana import BLOCK, last_mod, work_ahead
 from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import DiTBlock, modulate
 
@@ -108,11 +108,9 @@ class LTXConfig:
         return self.num_attention_heads * self.attention_head_dim
 
     def __post_init__(self):
-        built = {"patch_size": 1, "patch_size_t": 1, "activation_fn": "gelu-approximate", "norm_eps": 1e-6}
-        built |= {"qk_norm": "rms_norm_across_heads", "norm_elementwise_affine": False, "attention_out_bias": True}
-        for name, value in (built | {"cross_attention_dim": self.width}).items():
-            if getattr(self, name) != value:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not built here; expected {value!r}")
+        require(self, patch_size=1, patch_size_t=1, activation_fn="gelu-approximate", norm_eps=1e-6)
+        require(self, qk_norm="rms_norm_across_heads", norm_elementwise_affine=False, attention_out_bias=True)
+        require(self, cross_attention_dim=self.width)
         if self.attention_head_dim % 2 or self.width < 6:
             head = max(6, self.attention_head_dim + self.attention_head_dim % 2)
             raise ValueError(f"attention_head_dim {self.attention_head_dim} does not turn in pairs; try {head}")
@@ -371,12 +369,12 @@ def ltx_block(config: LTXConfig) -> DiTBlock:
 # %% [markdown] lang="zh"
 # ## 对照表与网络
 #
-# 没有一个张量要改形状；块里的名字和 Wan 的一样，只有前馈不同，所以第 19 章的表接着用。图块是 1×1×1，打包就是把格子排成一串：$(B, C, F, H, W) \to (B, FHW, C)$。`velocity` 打包、拆包，`run` 走词元；diffusers 的流水线从头到尾都用打包的，所以 `run_as_diffusers` 直接调 `run`。
+# 没有一个张量要改形状；块里的名字和 Sana、Wan 的一样，只有前馈不同，所以第 18 章的表接着用。图块是 1×1×1，打包就是把格子排成一串：$(B, C, F, H, W) \to (B, FHW, C)$。`velocity` 打包、拆包，`run` 走词元；diffusers 的流水线从头到尾都用打包的，所以 `run_as_diffusers` 直接调 `run`。
 
-# %% [markdown] lang="en" twin="20ead3e5"
+# %% [markdown] lang="en" twin="8f5db379"
 # ## The key map and the network
 #
-# No tensor changes its shape. Inside a block the names are Wan's, but for the feed-forward network, so chapter 19's table serves again. Patches are 1×1×1, so packing puts the cells in one row: $(B, C, F, H, W) \to (B, FHW, C)$. `velocity` packs and unpacks, `run` walks over tokens; diffusers' pipeline holds packed latents throughout, so `run_as_diffusers` calls `run` itself.
+# No tensor changes its shape. Inside a block the names are Sana's and Wan's, but for the feed-forward network, so chapter 18's table serves again. Patches are 1×1×1, so packing puts the cells in one row: $(B, C, F, H, W) \to (B, FHW, C)$. `velocity` packs and unpacks, `run` walks over tokens; diffusers' pipeline holds packed latents throughout, so `run_as_diffusers` calls `run` itself.
 
 # %% tags=["export"]
 LTX_BLOCK = BLOCK | {"ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
@@ -461,9 +459,8 @@ class LTX(nn.Module):
         return self.out(modulate(x, last_mod(self.table, given.cond[-1])))  # LayerNorm here
 
     def hoist(self, shape, times, text, text_mask=None, pooled=None, **where) -> list[Conditions]:
-        """`conditions` for all times (S,), see `work_ahead`; a mask that hides nothing is dropped."""
-        mask = None if text_mask is None or bool(text_mask.all()) else text_mask
-        given = self.conditions(shape, times.repeat_interleave(len(text)), text, mask, pooled, **where)
+        """`conditions` for all times (S,), see `work_ahead`; ``shape`` is that of the latents without the batch."""
+        given = self.conditions(shape, times.repeat_interleave(len(text)), text, text_mask, pooled, **where)
         return work_ahead(self, given, len(times))
 
 

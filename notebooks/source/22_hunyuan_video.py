@@ -44,11 +44,10 @@ from torch import Tensor, nn
 from diffusion_engine.attention import Rope, SelfAttention, axial_rope, grid_positions, joint_mask, key_mask, pad_rope
 from diffusion_engine.dit import Conditions, FinalLayer
 from diffusion_engine.optimizations import by_step
-from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, swap_halves
+from diffusion_engine.reference.checkpoint import KeyMap, flatten_patches, require, swap_halves
 from diffusion_engine.reference.cogvideox import channels_last
-from diffusion_engine.reference.flux import PARALLEL
+from diffusion_engine.reference.flux import CONDITION, PARALLEL, ConditionEmbedder
 from diffusion_engine.reference.sd3 import JOINT
-from diffusion_engine.timestep_embedding import TimestepEmbedder
 from diffusion_engine.transformer_block import JointBlock, ParallelBlock
 from diffusion_engine.video import video_grid, video_patchify, video_unpatchify
 
@@ -102,20 +101,11 @@ class HunyuanVideoConfig:
     rope_axes_dim: tuple[int, ...] = (16, 56, 56)
     image_condition_type: str | None = None
 
-    @property
-    def patch(self) -> tuple[int, int, int]:
-        """(pt, ph, pw)."""
-        return self.patch_size_t, self.patch_size, self.patch_size
-
     def __post_init__(self):
-        kind, out = self.image_condition_type, self.out_channels or self.in_channels
-        if kind is not None or out != self.in_channels:
-            found = f"image_condition_type {kind!r}, in_channels {self.in_channels}, out_channels {out}"
-            raise ValueError(f"{found}: it starts from a picture, not built here; expected None and equal channels")
+        require(self, mlp_ratio=4.0, qk_norm="rms_norm")
+        require(self, image_condition_type=None, in_channels=self.out_channels or self.in_channels)  # from text alone
         if sum(self.rope_axes_dim) != self.attention_head_dim:
             raise ValueError(f"rope_axes_dim {self.rope_axes_dim} must add up to a head's {self.attention_head_dim}")
-        if self.mlp_ratio != 4 or self.qk_norm != "rms_norm":
-            raise ValueError(f"mlp_ratio {self.mlp_ratio}, qk_norm {self.qk_norm!r}: expected 4.0 and 'rms_norm'")
 
 
 # %% tags=["check"]
@@ -144,13 +134,7 @@ for entries in ({"image_condition_type": "token_replace"}, {"in_channels": 33}, 
 
 # %% tags=["export"]
 def video_rope(grid: tuple[int, int, int], config: HunyuanVideoConfig, text_tokens: int, device=None) -> Rope:
-    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay.
-
-    Raises:
-        ValueError: a grid without an axis of time.
-    """
-    if len(grid) != 3:
-        raise ValueError(f"grid {grid} is not (f, h, w); latents are expected as (B, C, F, H, W)")
+    """Turns of f · h · w + M tokens: the video's by frame, row and column; the M of the text behind it stay."""
     rope = axial_rope(grid_positions(*grid).to(device), config.rope_axes_dim, config.rope_theta)
     return pad_rope(rope, after=text_tokens)
 
@@ -219,26 +203,23 @@ assert torch.allclose(video_unpatchify(packed, (1, 2, 2), (3, 3, 5)), clip, atol
 #
 # $$\begin{aligned} c &= \mathrm{MLP}_t(e(t)) + \mathrm{MLP}_p\Big(\tfrac{1}{|R|} \sum_{i \in R} x_i\Big), \quad (\alpha_1, \alpha_2) = W\, \mathrm{SiLU}(c) \\ h &\leftarrow h + \alpha_1 \odot \mathrm{attn}(\mathrm{LN}(h)), \quad h \leftarrow h + \alpha_2 \odot \mathrm{ff}(\mathrm{LN}(h)) \end{aligned}$$
 #
-# 和我们的块比：只有门，没有缩放和平移；归一化有自己的权重；没有 QK 归一化；中间是 SiLU。一个词有两条路传给别的词：注意力，和开门的平均。
+# $c$ 由第 17 章的 `ConditionEmbedder` 来做，不带引导。和我们的块比：只有门，没有缩放和平移；归一化有自己的权重；没有 QK 归一化；中间是 SiLU。一个词有两条路传给别的词：注意力，和开门的平均。
 
-# %% [markdown] lang="en" twin="a4350a09"
+# %% [markdown] lang="en" twin="6057f2a5"
 # ## The refiner: every word sees the whole sentence
 #
 # Before the network, the text passes two small blocks whose attention looks both ways. Their gates come from the time and the sentence's mean, over real tokens $R$ alone:
 #
 # $$\begin{aligned} c &= \mathrm{MLP}_t(e(t)) + \mathrm{MLP}_p\Big(\tfrac{1}{|R|} \sum_{i \in R} x_i\Big), \quad (\alpha_1, \alpha_2) = W\, \mathrm{SiLU}(c) \\ h &\leftarrow h + \alpha_1 \odot \mathrm{attn}(\mathrm{LN}(h)), \quad h \leftarrow h + \alpha_2 \odot \mathrm{ff}(\mathrm{LN}(h)) \end{aligned}$$
 #
-# Compared with our blocks: gates only, no scale and shift; norms with weights; no QK norm; SiLU in the middle. A word reaches the others two ways: by attention, and by the mean that opens the gates.
+# $c$ comes from chapter 17's `ConditionEmbedder`, without guidance. Compared with our blocks: gates only, no scale and shift; norms with weights; no QK norm; SiLU in the middle. A word reaches the others two ways: by attention, and by the mean that opens the gates.
 
 
 # %% tags=["export"]
 class RefinerBlock(nn.Module):
     """x ← x + α₁ · attn(LN(x)); x ← x + α₂ · ff(LN(x)): text tokens (B, M, D) → (B, M, D), gated by cond (B, D).
 
-    Args:
-        width: D. heads: H.
-
-    Source: HunyuanVideo ``token_refiner.py``, ``IndividualTokenRefinerBlock``.
+    ``width`` is D, ``heads`` H. Source: HunyuanVideo ``token_refiner.py``, ``IndividualTokenRefinerBlock``.
     """
 
     def __init__(self, width: int, heads: int):
@@ -268,14 +249,13 @@ class TokenRefiner(nn.Module):
 
     def __init__(self, text_width: int, width: int, heads: int, depth: int):
         super().__init__()
-        self.text_in, self.time_in = nn.Linear(text_width, width), TimestepEmbedder(width)
-        self.pooled_in = nn.Sequential(nn.Linear(text_width, width), nn.SiLU(), nn.Linear(width, width))
+        self.text_in, self.cond_in = nn.Linear(text_width, width), ConditionEmbedder(width, text_width, guidance=False)
         self.blocks = nn.ModuleList(RefinerBlock(width, heads) for _ in range(depth))
 
     def forward(self, text: Tensor, t: Tensor, real: Tensor | None = None) -> Tensor:
         shares = torch.ones(text.shape[:2], device=text.device) if real is None else real.float()
         mean = (text * shares.unsqueeze(-1)).sum(1) / shares.sum(1, keepdim=True)  # (B, Dt), in fp32
-        cond = self.time_in(t) + self.pooled_in(mean.to(text.dtype))
+        cond = self.cond_in(t, mean.to(text.dtype))
         x, mask = self.text_in(text), None if real is None else key_mask(real)
         for block in self.blocks:
             x = block(x, cond, mask)
@@ -302,7 +282,7 @@ def redraw(module: nn.Module) -> nn.Module:
 
 def one_prompt(refiner: TokenRefiner, words: Tensor, t: Tensor) -> Tensor:
     """The plain way: one prompt (M, Dt) without its padding, so nothing has to be hidden."""
-    cond = refiner.time_in(t[None]) + refiner.pooled_in(words.mean(0, keepdim=True))
+    cond = refiner.cond_in(t[None], words.mean(0, keepdim=True))
     x = refiner.text_in(words)[None]
     for block in refiner.blocks:
         x = block(x, cond)
@@ -418,22 +398,20 @@ for scale in (6.0, 5.9, 1.0):
 # %% tags=["export"]
 REFINER = {"gates": "norm_out.linear", "norm1": "norm1", "norm2": "norm2", "attn.stream.out": "attn.to_out.0"}
 REFINER |= {"attn.stream.qkv": "attn.{to_q,to_k,to_v}", "ff.0": "ff.net.0.proj", "ff.2": "ff.net.2"}
-EMBEDDERS = {"time_in.mlp": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in.mlp": "guidance_embedder"}
 
 
 def hunyuan_video_keys(config: HunyuanVideoConfig) -> KeyMap:
     """Where each tensor of `HunyuanVideo` lies in diffusers' checkpoint."""
     names = {"image_in": "x_embedder.proj", "refiner.text_in": "context_embedder.proj_in"}
-    for ours, theirs in EMBEDDERS.items():
-        for here, there in {"": "", "refiner.": "context_embedder."}.items():
-            names |= {f"{here}{ours}.{2 * i}": f"{there}time_text_embed.{theirs}.linear_{i + 1}" for i in (0, 1)}
-    blocks = {
-        "refiner.blocks": ("context_embedder.token_refiner.refiner_blocks", REFINER),
-        "joint_blocks": ("transformer_blocks", JOINT),
-        "parallel_blocks": ("single_transformer_blocks", PARALLEL),
+    parts = {
+        "cond_in": ("time_text_embed", CONDITION),
+        "refiner.cond_in": ("context_embedder.time_text_embed", CONDITION),
+        "refiner.blocks.*": ("context_embedder.token_refiner.refiner_blocks.*", REFINER),
+        "joint_blocks.*": ("transformer_blocks.*", JOINT),
+        "parallel_blocks.*": ("single_transformer_blocks.*", PARALLEL),
     }
-    for ours, (theirs, inside) in blocks.items():
-        names |= {f"{ours}.*.{here}": f"{theirs}.*.{there}" for here, there in inside.items()}
+    for ours, (theirs, inside) in parts.items():
+        names |= {f"{ours}.{here}": f"{theirs}.{there}" for here, there in inside.items()}
     names |= {"final.modulation": "norm_out.linear", "final.linear": "proj_out"}
     changes = {"image_in.weight": flatten_patches, "final.modulation": swap_halves}
     return KeyMap(names, changes | {"final.linear": partial(channels_last, channels=config.in_channels)})
@@ -461,12 +439,12 @@ class HunyuanVideo(nn.Module):
     def __init__(self, config: HunyuanVideoConfig):
         super().__init__()
         self.config, c, heads = config, config, config.num_attention_heads
+        self.patch = (c.patch_size_t, c.patch_size, c.patch_size)
         self.min_multiple = c.patch_size  # latent height and width must be multiples of this
         width, patch_dim = heads * c.attention_head_dim, c.patch_size_t * c.patch_size**2 * c.in_channels
         self.image_in, self.final = nn.Linear(patch_dim, width), FinalLayer(width, patch_dim)
         self.refiner = TokenRefiner(c.text_embed_dim, width, heads, c.num_refiner_layers)
-        self.time_in, self.guidance_in = TimestepEmbedder(width), TimestepEmbedder(width) if c.guidance_embeds else None
-        self.pooled_in = nn.Sequential(nn.Linear(c.pooled_projection_dim, width), nn.SiLU(), nn.Linear(width, width))
+        self.cond_in = ConditionEmbedder(width, c.pooled_projection_dim, c.guidance_embeds)
         self.joint_blocks = nn.ModuleList(JointBlock(width, heads) for _ in range(c.num_layers))
         self.parallel_blocks = nn.ModuleList(ParallelBlock(width, heads) for _ in range(c.num_single_layers))
 
@@ -476,19 +454,14 @@ class HunyuanVideo(nn.Module):
 
     def conditions(self, shape, t, text, text_mask=None, pooled=None, guidance=None, unit: float = 1000) -> Conditions:
         """All that `velocity` reads besides latents of ``shape`` (C, F, h, w); ``unit`` · guidance is embedded."""
-        if (guidance is None) != (self.guidance_in is None):
-            wants = "a scale such as 6.0 per sample" if guidance is None else "None: it has no embedder for it"
-            raise ValueError(f"guidance is {'missing' if guidance is None else 'given'}; this checkpoint wants {wants}")
-        text, mask = trim_padding(text, text_mask)
-        text, cond = self.refiner(text, t, mask), self.time_in(t) + self.pooled_in(pooled)
-        if guidance is not None:
-            cond = cond + self.guidance_in(unit * guidance.float())
-        rope = video_rope(video_grid(shape[1:], self.config.patch), self.config, text.shape[1], text.device)
+        cond, (text, mask) = self.cond_in(t, pooled, guidance, unit), trim_padding(text, text_mask)
+        text = self.refiner(text, t, mask)
+        rope = video_rope(video_grid(shape[1:], self.patch), self.config, text.shape[1], text.device)
         return Conditions(text, mask, rope, [cond] * (len(self.joint_blocks) + len(self.parallel_blocks) + 1))
 
     def velocity(self, latents: Tensor, given: Conditions) -> Tensor:
         """The rest of `forward`: velocity of the latents under given conditions."""
-        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.config.patch)), given
+        x, (text, mask, rope, cond) = self.image_in(video_patchify(latents, self.patch)), given
         n, cond = x.shape[1], iter(cond)
         del given  # the text that the first block rewrites ends there
         for block in self.joint_blocks:
@@ -496,12 +469,21 @@ class HunyuanVideo(nn.Module):
         x, mask = torch.cat([x, text], dim=1), joint_mask(mask, n)  # (B, N + M, D)
         for block in self.parallel_blocks:
             x = block(x, next(cond), mask, rope)
-        grid = video_grid(latents.shape[2:], self.config.patch)
-        return video_unpatchify(self.final(x[:, :n], next(cond)), self.config.patch, grid)
+        return video_unpatchify(self.final(x[:, :n], next(cond)), self.patch, video_grid(latents.shape[2:], self.patch))
 
     def hoist(self, shape, times, text, text_mask=None, pooled=None, guidance=None) -> list[Conditions]:
-        """`conditions` for all times (S,), see `refine_ahead`; ``shape`` is that of the latents without the batch."""
-        return refine_ahead(self, shape, times, text, text_mask, pooled, guidance)
+        """`conditions` for all times (S,), equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
+
+        Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
+        """
+        words = (text, text_mask, pooled, guidance)
+        many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in words]
+        given = self.conditions(shape, times.repeat_interleave(len(text)), *many)
+        cond = given.cond[-1]  # (S · B, D)
+        knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in self.joint_blocks]
+        knobs += [*(block.modulation(cond) for block in self.parallel_blocks), self.final.knobs(cond)]
+        rows = by_step((given.text, given.text_mask, knobs), len(times))
+        return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]
 
 
 # %% [markdown] lang="zh"
@@ -560,22 +542,6 @@ assert errors[0] < 1.25 * errors[1]  # in bf16 no further from the fp32 truth th
 #
 # Knobs and turns go ahead as ever (chapter 13). The refiner listens to the time, yet looks at no latent: the prompts of all times stand in one batch and are refined in one go. Keys and values inside the blocks cannot: every block rewrites the text. More than a quarter of the weights is read by nobody afterwards.
 
-
-# %% tags=["export"]
-def refine_ahead(model: nn.Module, shape, times, text, text_mask, pooled, guidance) -> list[Conditions]:
-    """`conditions` for all times (S,) at once, equal to 1e-5: prompts refined in one batch of S · B, one product a layer.
-
-    Keeps S · B · (M · D + all knobs) numbers; row s · B + b is sample b at step s.
-    """
-    many = [x if x is None else x.repeat(len(times), *[1] * (x.ndim - 1)) for x in (text, text_mask, pooled, guidance)]
-    given = model.conditions(shape, times.repeat_interleave(len(text)), *many)
-    cond = given.cond[-1]  # (S · B, D)
-    knobs = [(block.image_modulation(cond), block.text_modulation(cond)) for block in model.joint_blocks]
-    knobs += [*(block.modulation(cond) for block in model.parallel_blocks), model.final.knobs(cond)]
-    rows = by_step((given.text, given.text_mask, knobs), len(times))
-    return [given._replace(text=text, text_mask=mask, cond=cond) for text, mask, cond in rows]
-
-
 # %% tags=["check"]
 road = torch.tensor([987.6, 500.0, 3.2])
 for name, scale in (("plain", None), ("distilled", w)):
@@ -583,6 +549,7 @@ for name, scale in (("plain", None), ("distilled", w)):
     for when, given in zip(road, ahead):
         expected = ours[name](latents, when.expand(2), text, real, pooled, scale)
         assert torch.allclose(ours[name].velocity(latents, given), expected, atol=1e-5)  # as without, each time
+assert net.hoist(latents.shape[1:], road, text, real | True, pooled, w)[0].text_mask is None  # nothing to hide
 
 # %% [markdown] lang="zh"
 # ## 住进 HunyuanVideoPipeline
@@ -643,7 +610,7 @@ print(f"a mask of all pairs {tokens**2 / 1e9:.1f} GB, one row {tokens / 1e3:.0f}
 # | `image_in`、`video_patchify` | `HunyuanVideoPatchEmbed` |
 # | `video_rope` | `HunyuanVideoRotaryPosEmbed`，`HunyuanVideoAttnProcessor2_0` 第 3 步 |
 # | `RefinerBlock`、`TokenRefiner` | `HunyuanVideoIndividualTokenRefinerBlock`、`HunyuanVideoTokenRefiner` |
-# | `time_in`、`guidance_in`、`pooled_in` | `HunyuanVideoConditionEmbedding` |
+# | `cond_in` | `HunyuanVideoConditionEmbedding` |
 # | `JointBlock` | `HunyuanVideoTransformerBlock` |
 # | `ParallelBlock` | `HunyuanVideoSingleTransformerBlock` |
 # | `trim_padding` | 没有：填充一路算到底 |
@@ -658,7 +625,7 @@ print(f"a mask of all pairs {tokens**2 / 1e9:.1f} GB, one row {tokens / 1e3:.0f}
 # 2. 修改：把 $\theta$ 换成 $10\,000$，速度变多少？形状会提醒你吗？
 # 3. 动手：`token_replace` 型的首帧是给定的图：它的词元用 $t = 0$ 且不带引导的条件。用逐词元的旋钮搭出来。
 
-# %% [markdown] lang="en" twin="5bcad073"
+# %% [markdown] lang="en" twin="a44871a7"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers, `transformer_hunyuan_video.py` |
@@ -666,7 +633,7 @@ print(f"a mask of all pairs {tokens**2 / 1e9:.1f} GB, one row {tokens / 1e3:.0f}
 # | `image_in`, `video_patchify` | `HunyuanVideoPatchEmbed` |
 # | `video_rope` | `HunyuanVideoRotaryPosEmbed`, `HunyuanVideoAttnProcessor2_0`, step 3 |
 # | `RefinerBlock`, `TokenRefiner` | `HunyuanVideoIndividualTokenRefinerBlock`, `HunyuanVideoTokenRefiner` |
-# | `time_in`, `guidance_in`, `pooled_in` | `HunyuanVideoConditionEmbedding` |
+# | `cond_in` | `HunyuanVideoConditionEmbedding` |
 # | `JointBlock` | `HunyuanVideoTransformerBlock` |
 # | `ParallelBlock` | `HunyuanVideoSingleTransformerBlock` |
 # | `trim_padding` | none: padding is computed to the end |
@@ -709,8 +676,8 @@ base = load(HunyuanVideo, config.parent)
 
 def with_first_frame(net: HunyuanVideo, latents, t, text, pooled, w) -> Tensor:
     x, grid = net.image_in(video_patchify(latents, (1, 2, 2))), (3, 3, 5)
-    cond = net.time_in(t) + net.pooled_in(pooled) + net.guidance_in(1000 * w)
-    still, text = net.time_in(0 * t) + net.pooled_in(pooled), net.refiner(text, t)
+    cond, text = net.cond_in(t, pooled, w), net.refiner(text, t)
+    still = net.cond_in.time_in(0 * t) + net.cond_in.pooled_in(pooled)
     n, m, first = x.shape[1], text.shape[1], (torch.arange(x.shape[1] + text.shape[1]) < 15)[:, None]
     knobs = torch.where(first, still[:, None], cond[:, None])  # (B, N + M, D)
     rope = video_rope(grid, net.config, m)

@@ -45,8 +45,7 @@ import torch
 from torch import Tensor
 
 from diffusion_engine.rectified_flow import predict_data
-from diffusion_engine.reference.checkpoint import read_json
-from diffusion_engine.reference.cogvideox import require
+from diffusion_engine.reference.checkpoint import read_json, require
 from diffusion_engine.scheduler import TRAIN_STEPS, Schedule, Step, euler_step, make_schedule, shift_sigmas
 
 # %% tags=["hide"]

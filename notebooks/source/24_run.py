@@ -616,7 +616,7 @@ assert 'width="151.0"' in drawing and 'width="76.0"' in drawing
 # 2. 修改：同样的订单，把精度换成 bf16，潜变量差多少？
 # 3. 动手：引导强度等于 1 时，负面提示词不该有任何作用，证明它。
 
-# %% [markdown] lang="en" twin="7cabac12"
+# %% [markdown] lang="en" twin="fbfb1fac"
 # ## Where this lives in diffusers
 #
 # | Ours | diffusers |

@@ -45,6 +45,7 @@ def test_hoisted_is_forward_at_every_time(name, batch, masked, networks):
     for time, conditions in zip(TIMES, ahead, strict=True):
         assert torch.allclose(network.velocity(x, conditions), network(x, time.expand(batch), *words), atol=1e-5)
     assert all(a.text is ahead[0].text for a in ahead) and ahead[0].positions is None
+    assert (ahead[-1].text_mask is None) == (not masked)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,9 +149,9 @@ def test_the_convolution_spares_what_it_was_given():
 @pytest.mark.parametrize(
     ("entries", "needle"),
     [
-        ({"interpolation_scale": 2}, "position tables are not built here"),
-        ({"norm_elementwise_affine": True}, "norms with weights"),
-        ({"norm_eps": 1e-5}, "another norm_eps"),
+        ({"interpolation_scale": 2}, "interpolation_scale 2 is not built here; try None"),
+        ({"norm_elementwise_affine": True}, "norm_elementwise_affine True is not built here; try False"),
+        ({"norm_eps": 1e-5}, "norm_eps 1e-05 is not built here; try 1e-06"),
         ({"qk_norm": "rms_norm"}, "try 'rms_norm_across_heads' or None"),
         ({"guidance_embeds": True}, "time_embed.timestep_embedder"),
         ({"patch_size": 2}, "patch_embed.proj.weight"),

@@ -170,7 +170,7 @@ def test_half_precision_keeps_its_dtypes_ahead(name, folders):
 @pytest.mark.parametrize(
     ("entries", "needle"),
     [
-        ({"pos_embed_seq_len": 514}, "first-and-last-frame"),
+        ({"pos_embed_seq_len": 514}, "pos_embed_seq_len 514 is not built here; try None"),
         ({"qk_norm": "rms_norm"}, "rms_norm_across_heads"),
         ({"qk_norm": None}, "rms_norm_across_heads"),
         ({"eps": 1e-5}, "1e-06"),
