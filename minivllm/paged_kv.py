@@ -191,7 +191,7 @@ class PagedBatch(NoPast):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write new k and v (B, N, K, Dh) by slot, gather every text's keys and values by its table, ask them."""
         pool = self.cache.kv[layer]
-        pool[self.write, 0], pool[self.write, 1] = k, v
+        pool.index_copy_(0, self.write.flatten(), torch.stack([k, v], dim=2).flatten(0, 1))
         torch.index_select(pool, 0, self.rows, out=self.found)
         return attend(q, self.keys, self.values, self.mask)
 

@@ -45,6 +45,19 @@ def test_an_unknown_section_is_named():
     assert isinstance(result.exception, ValueError) and "did you mean picture?" in str(result.exception)
 
 
+def test_the_folder_is_there_before_anything_is_measured(monkeypatch, tmp_path):
+    from types import SimpleNamespace
+
+    import recipes.bench.tools
+    from recipes.bench import picture
+
+    folder, seen = tmp_path / "not" / "yet", []
+    monkeypatch.setattr(recipes.bench.tools, "Bench", lambda bar: SimpleNamespace(machine=REPORT["picture"]["machine"]))
+    monkeypatch.setattr(picture, "measure", lambda bench: seen.append(folder.is_dir()) or REPORT["picture"])
+    main(["picture"], folder)
+    assert seen == [True] and sorted(file.name for file in folder.iterdir()) == ["bench.json", "bench.md"]
+
+
 def test_numbers_and_tables():
     from diffusion_engine.optimizations import Timing
 

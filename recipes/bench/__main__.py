@@ -50,6 +50,7 @@ def main(
     names = [one_of("section", name, tuple(SECTIONS)) for name in sections or SECTIONS]
     from recipes.bench.tools import Bench
 
+    folder.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
     file = folder / "bench.json"
     report = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     with tqdm(names, bar_format="{desc:14}{bar} {n}/{total}, {elapsed} {postfix}", disable=None) as bar:

@@ -120,7 +120,7 @@ def paged_row(bench: Bench, name: str, model: Qwen3, length: int, batch: int = 8
     difference = float((paged() - contiguous()).abs().max())
     if difference > 1e-3:
         raise AssertionError(f"paged and contiguous logits differ by {difference:.1e}")
-    timings = take_turns(paged, contiguous, repeats=61, warmup=5)
+    timings = take_turns(paged, contiguous, repeats=151, warmup=5)
     names = ("paged_s", "contiguous_s", "time_ratio")
     return {"model": name, "tokens": length, **dict(zip(names, map(kept, (*timings, ratio(*timings)))))}
 
