@@ -19,7 +19,7 @@ from recipes.page_figures import FIGURES, FOLDER, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["01_about", "02_background", "03_models", "04_plan", "05_report"]
-GRADED = [f"{number:02}" for number in range(1, 17)] + ["23", "A1", "A2"]  # week by week
+GRADED = [f"{number:02}" for number in range(1, 17)] + ["24", "A1", "A2"]  # week by week
 KEPT = json.loads((models.NOTES / "models.json").read_text(encoding="utf-8"))
 
 
