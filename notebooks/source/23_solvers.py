@@ -263,16 +263,16 @@ for steps, shift in ((1, 3.0), (2, 1.0), (5, 3.0), (20, 3.0)):
 #
 # 走到 $\sigma'$，反正要再问网络一次。问到的 $\hat x_0'$ 就在上一步的终点：拿它回头把上一步**重走**一遍，不多花一次调用。
 #
-# 过三眼画一条抛物线，$u$ 是这一步走过的份额，上上眼在 $u = -r$。精确平均的权重是 $e^{hu}$（前面的 $1/\sigma$），它的两个矩算得出来：
+# 过三眼画一条抛物线，$u$ 是这一步走过的份额，上上眼在 $u = -r$，$r = h_\text{prev} / h$。精确平均的权重是 $e^{hu}$（前面的 $1/\sigma$），它的两个矩算得出来：
 #
 # $$\mathbb{E}[u] = \frac{1}{1 - e^{-h}} - \frac1h, \qquad \mathbb{E}[u^2] = \frac{1}{1 - e^{-h}} - \frac2h\,\mathbb{E}[u]$$
 
-# %% [markdown] lang="en" twin="9071c38c"
+# %% [markdown] lang="en" twin="1bb1aed2"
 # ## UniPC: mend on arrival
 #
 # Arrived at $\sigma'$, the network is asked anyway. Its answer $\hat x_0'$ stands at the end of the last step: use it to walk that step **again**, at no further call.
 #
-# Through three looks goes one parabola; $u$ is the share of the step that is done, and the look before stands at $u = -r$. The exact mean has the weights $e^{hu}$ (the $1/\sigma$ from above), with two moments in closed form:
+# Through three looks goes one parabola; $u$ is the share of the step that is done, and the look before stands at $u = -r$ with $r = h_\text{prev} / h$. The exact mean has the weights $e^{hu}$ (the $1/\sigma$ from above), with two moments in closed form:
 #
 # $$\mathbb{E}[u] = \frac{1}{1 - e^{-h}} - \frac1h, \qquad \mathbb{E}[u^2] = \frac{1}{1 - e^{-h}} - \frac2h\,\mathbb{E}[u]$$
 
