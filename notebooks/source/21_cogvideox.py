@@ -351,9 +351,9 @@ assert torch.allclose(*outs, atol=1e-5)  # one set of knobs: text and video shar
 # %% [markdown] lang="zh"
 # ## 对照表与网络
 #
-# 名字大多一一对应，动手脚的只有两头：diffusers 输出的每个图块通道在前，我们在后，所以重排最后一层的行；1.5 的入口重排列。网络收尾有两个带权重的 LayerNorm，紧挨着，都要。`forward` 收 $(B, C, T, H, W)$；diffusers 的流水线帧在前，`as_diffusers` 转一下轴，旋转表用它给的。
+# 名字大多一一对应，要改的只有两头：diffusers 输出的每个图块通道在前，我们在后，所以重排最后一层的行；1.5 的入口则重排它的列。网络收尾有两个带权重的 LayerNorm，紧挨着，都要。`forward` 收 $(B, C, T, H, W)$；diffusers 的流水线帧在前，`as_diffusers` 转一下轴，旋转表用它给的。
 
-# %% [markdown] lang="en" twin="11832b11"
+# %% [markdown] lang="en" twin="c3f12b11"
 # ## The key map and the network
 #
 # Most names have one counterpart; only the two ends change. diffusers' output patches have channels first, ours last, so the last layer's rows change places; at 1.5's entrance the columns do. The network ends in two LayerNorms with weights, one behind the other; both count. `forward` takes $(B, C, T, H, W)$; diffusers' pipeline puts frames first, so `as_diffusers` turns the axes, and uses the rotations it is given.
@@ -654,11 +654,11 @@ assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ends_of(x, v, 0.9), (
 # - 2B 把正余弦加上去；5B 转动视频词元，位置居中拉伸到训练的网格里。
 # - 网络收尾有两个带权重的归一化，输出的图块通道在前。
 # - 输出是弧的切线 $v$，不是速度；时间是训练步。
-# - 与 diffusers 相比，输出不到 $10^{-5}$，放进它的流水线，潜变量不到 $10^{-4}$。
+# - 与 diffusers 相比，输出相差不到 $10^{-5}$，放进它的流水线，潜变量不到 $10^{-4}$。
 #
 # 阅读卡片：CogVideoX（[`papers/08_cogvideox`](../../papers/08_cogvideox.zh.md)）。下一章：22。
 
-# %% [markdown] lang="en" twin="f9b94c7c"
+# %% [markdown] lang="en" twin="fc564c7c"
 # ## Recap
 #
 # - Text and video form one row with one set of weights and two of knobs; the knobs listen to time alone.

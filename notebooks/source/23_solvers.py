@@ -12,16 +12,16 @@
 # %% [markdown] lang="zh"
 # # 23 · 各家的走法：DPM-Solver++、UniPC、DDIM（solvers）
 #
-# 读完这一章，Sana、Wan、CogVideoX 按各自文件夹里写的走法走，一步一步和 diffusers 相等；三种走法其实都是第 02 章那一个动作。
+# 读完这一章，Sana、Wan、CogVideoX 按各自文件夹里写的走法走，终点和 diffusers 相等；三种走法其实都是同一个动作：把 $x$ 和数据混合。
 #
 # | 你会做出 | 你需要 | 时间 | 模块 |
 # | --- | --- | --- | --- |
-# | 两种新的求解器、DDIM 和它的直路、读懂各家的走法 | 第 01 章的 $\hat x_0$，第 02 章的日程表与求解器，第 21 章的 $v$ | 50 分钟 | `diffusion_engine/reference/solvers.py` |
+# | 两种新的求解器、DDIM 和它的直路、读懂各家的走法 | 第 01 章的 $\hat x_0$，第 02 章的噪声表与求解器，第 21 章的 $v$ | 50 分钟 | `diffusion_engine/reference/solvers.py` |
 
-# %% [markdown] lang="en" twin="ee417490"
+# %% [markdown] lang="en" twin="1ba49bbe"
 # # 23 · The families' own solvers: DPM-Solver++, UniPC, DDIM
 #
-# After this chapter Sana, Wan and CogVideoX are walked as their own folders say, step by step equal to diffusers, and all three turn out to be the one move of chapter 02.
+# After this chapter Sana, Wan and CogVideoX are walked as their own folders say, and end where diffusers ends; all three turn out to be one move, blending $x$ with data.
 #
 # | You build | You need | Time | Module |
 # | --- | --- | --- | --- |
@@ -130,16 +130,16 @@ assert torch.equal(blend(noise, seen.data, 0.0), seen.data)  # the last step lan
 # %% [markdown] lang="zh"
 # ## 精确的一步
 #
-# 这个混合不是近似的起点，而是精确解的样子。$x/\sigma$ 对 $1/\sigma$ 的导数正是 $\hat x_0$，所以精确的 $D$ 是一路上 $\hat x_0$ 的平均，在 $1/\sigma = 1 + e^\lambda$ 里均匀：
+# 这个混合不是粗略的近似，精确解就长这样。$x/\sigma$ 对 $1/\sigma$ 的导数正是 $\hat x_0$，所以精确的 $D$ 是一路上 $\hat x_0$ 的平均，按 $1/\sigma = 1 + e^\lambda$ 均匀取：
 #
 # $$\frac{x'}{\sigma'} - \frac{x}{\sigma} = \int \hat x_0\; d\tfrac{1}{\sigma} \quad\Longrightarrow\quad D = \text{mean of } \hat x_0$$
 #
 # 欧拉法用起点代替平均。剩下的问题只有一个：怎样不多问网络，把平均估得更准。
 
-# %% [markdown] lang="en" twin="4633da2e"
+# %% [markdown] lang="en" twin="ccb0ba26"
 # ## The exact step
 #
-# The blend is not a first approximation, it is the shape of the exact solution. The derivative of $x/\sigma$ by $1/\sigma$ is $\hat x_0$ itself, so the exact $D$ is the mean of $\hat x_0$ along the way, even in $1/\sigma = 1 + e^\lambda$:
+# The blend is no rough approximation: the exact solution has this very shape. The derivative of $x/\sigma$ by $1/\sigma$ is $\hat x_0$ itself, so the exact $D$ is the mean of $\hat x_0$ along the way, evenly weighted in $1/\sigma = 1 + e^\lambda$:
 #
 # $$\frac{x'}{\sigma'} - \frac{x}{\sigma} = \int \hat x_0\; d\tfrac{1}{\sigma} \quad\Longrightarrow\quad D = \text{mean of } \hat x_0$$
 #
@@ -165,7 +165,7 @@ for s, s_next in make_schedule(200, 3.0):
     path.append((log_odds(s), look(cloud, x, s)[1].data.item()))
     x = heun_step(cloud, x, s, s_next).latents
 path = [(odds, data) for odds, data in path if -2.6 < odds < 3.2]
-at = [min(path, key=lambda p: abs(p[0] - odds)) for odds in (-1.4, 0.2, 2.2)]  # before, now, next
+at = [min(path, key=lambda p: abs(p[0] - odds)) for odds in (-2.0, -1.0, 0.0)]  # before, now, next
 (l0, d0), (l1, d1), (l2, d2) = at
 half, along = l1 + (l2 - l1) / 2, (d1 - d0) / (l1 - l0)
 fig, ax = plt.subplots(figsize=(6.4, 3.0))
@@ -263,11 +263,11 @@ for steps, shift in ((1, 3.0), (2, 1.0), (5, 3.0), (20, 3.0)):
 #
 # 走到 $\sigma'$，反正要再问网络一次。问到的 $\hat x_0'$ 就在上一步的终点：拿它回头把上一步**重走**一遍，不多花一次调用。
 #
-# 过三眼画一条抛物线，$u$ 是这一步走过的份额，上上眼在 $u = -r$，$r = h_\text{prev} / h$。精确平均的权重是 $e^{hu}$（前面的 $1/\sigma$），它的两个矩算得出来：
+# 过三眼画一条抛物线，$u$ 是这一步走过的份额，再上一眼在 $u = -r$，$r = h_\text{prev} / h$。精确平均的权重是 $e^{hu}$（前面的 $1/\sigma$），它的两个矩算得出来：
 #
 # $$\mathbb{E}[u] = \frac{1}{1 - e^{-h}} - \frac1h, \qquad \mathbb{E}[u^2] = \frac{1}{1 - e^{-h}} - \frac2h\,\mathbb{E}[u]$$
 
-# %% [markdown] lang="en" twin="1bb1aed2"
+# %% [markdown] lang="en" twin="5b85aed2"
 # ## UniPC: mend on arrival
 #
 # Arrived at $\sigma'$, the network is asked anyway. Its answer $\hat x_0'$ stands at the end of the last step: use it to walk that step **again**, at no further call.
@@ -335,12 +335,12 @@ for steps, shift in ((1, 3.0), (2, 1.0), (3, 5.0), (8, 3.0), (50, 3.0)):
 # %% [markdown] lang="zh"
 # ## 值不值
 #
-# 先在云里比：每种走法每步都只问一次网络。再到随引擎发布的模型上比：以很密的一条路为准，看画面差多少分贝。先猜：论文里的新走法，会不会处处胜过第 02 章的多步法？
+# 先在云里比：每种走法每步都只问一次网络。再到随引擎发布的模型上比：以 24 步 Heun 为准，量 PSNR，越高越近。先猜：论文里的新走法，会不会处处胜过第 02 章的多步法？
 
-# %% [markdown] lang="en" twin="88fc17be"
+# %% [markdown] lang="en" twin="83d60cad"
 # ## What it is worth
 #
-# First in the cloud, where every way asks the network once a step. Then on the shipped model: take a very fine walk for the truth, and see by how many decibels the picture is off. Guess first: do the papers' new ways beat chapter 02's multistep everywhere?
+# First in the cloud, where every way asks the network once a step. Then on the shipped model: take 24 steps of Heun for the truth and measure PSNR: higher is closer. Guess first: do the papers' new ways beat chapter 02's multistep everywhere?
 
 # %%
 WAYS = {"euler": euler_step, "multistep": multistep_step, "dpm": dpm_step, "unipc": unipc_step}
@@ -396,7 +396,7 @@ axes[0].minorticks_off()
 axes[0].set_xticks(counts, counts)
 axes[0].legend(fontsize=8)
 for ax, shift in zip(axes[1:], (1, 3)):
-    ax.set(title=f"Shipped model, shift {shift}", xlabel="guided calls", ylim=(14, 52), xticks=calls)
+    ax.set(title=f"Shipped model, shift {shift}", xlabel="guided calls", ylim=(11, 52), xticks=calls)
 axes[1].set_ylabel("PSNR, dB")
 show(
     fig,
@@ -404,14 +404,14 @@ show(
 )
 
 # %% [markdown] lang="zh"
-# 不是处处都胜。发布的模型路很直、站又均匀，第 02 章的多步法最好；移位把末几步拉长，只有四步时它沿 $\sigma$ 冲过了头，DPM-Solver++ 沿 $\lambda$ 就稳。
+# 不是处处都胜。发布的模型路很直、站又均匀，第 02 章的多步法最好；移位把末几步拉长，只有四步时它沿 $\sigma$ 冲过了头，DPM-Solver++ 沿 $\lambda$ 就稳，却仍不及欧拉。
 #
 # ## 读懂文件夹里的走法
 #
 # 所以真实模型就用它文件夹里写的走法，在 `scheduler_config.json` 里：认得的照做，不认得的拒绝。UniPC 和 DPM 告诉网络的时间是整数，而循环给的是 $1000\,\sigma$，网络外面便包一层，换成最近一站的时间。
 
-# %% [markdown] lang="en" twin="e3f225d6"
-# Not everywhere. The shipped model's road is nearly straight and its stations even: chapter 02's multistep is best. With four shifted steps its line along $\sigma$ overshoots where DPM-Solver++, along $\lambda$, stays calm.
+# %% [markdown] lang="en" twin="0929cb1b"
+# Not everywhere. The shipped model's road is nearly straight and its stations even: chapter 02's multistep is best. With four shifted steps its line along $\sigma$ overshoots where DPM-Solver++, along $\lambda$, stays calm, yet behind Euler.
 #
 # ## Reading the way in a folder
 #
@@ -509,7 +509,7 @@ for wrong in ({"algorithm_type": "sde-dpmsolver++"}, {"solver_order": 3}, {"use_
 # %% [markdown] lang="zh"
 # ## 噪声在圆弧上
 #
-# 训练时 $x = \cos\varphi\,x_0 + \sin\varphi\,\varepsilon$，$\cos^2\varphi = \bar\alpha_t$。$\bar\alpha$ 由一千个 $\beta$ 累乘而来，再改两次：噪声的占比 $1 - \bar\alpha$ 按第 02 章的公式平移；最后一格压到 $\bar\alpha = 0$，起点才是纯噪声。
+# 训练时 $x = \cos\varphi\,x_0 + \sin\varphi\,\varepsilon$，$\cos^2\varphi = \bar\alpha_t$。$\bar\alpha_t$ 是 $1 - \beta$ 累乘到第 $t$ 个，$\sqrt\beta$ 均匀增大。再改两次：$1 - \bar\alpha$ 按第 02 章移位；$\sqrt{\bar\alpha}$ 整条拉伸，首项不变，末项为 $0$，起点才是纯噪声。
 #
 # | 记号 | 含义 |
 # | --- | --- |
@@ -517,10 +517,10 @@ for wrong in ({"algorithm_type": "sde-dpmsolver++"}, {"solver_order": 3}, {"use_
 # | $\varphi$ | 弧上的角度，从 $\pi/2$（噪声）走到 $0$（数据） |
 # | $v$ | $\cos\varphi\,\varepsilon - \sin\varphi\,x_0$，弧的切线 |
 
-# %% [markdown] lang="en" twin="060025e7"
+# %% [markdown] lang="en" twin="1c042fdc"
 # ## Noise on an arc
 #
-# In training $x = \cos\varphi\,x_0 + \sin\varphi\,\varepsilon$ with $\cos^2\varphi = \bar\alpha_t$. The $\bar\alpha$ are products of a thousand $\beta$, changed twice: the noise's share $1 - \bar\alpha$ is shifted by chapter 02's formula, and the last one is pressed to $\bar\alpha = 0$, so that the start is pure noise.
+# In training $x = \cos\varphi\,x_0 + \sin\varphi\,\varepsilon$ with $\cos^2\varphi = \bar\alpha_t$. $\bar\alpha_t$ multiplies the factors $1 - \beta$ up to $t$, with $\sqrt\beta$ evenly rising. Two changes: $1 - \bar\alpha$ is shifted as in chapter 02; $\sqrt{\bar\alpha}$ is stretched, first value kept, last made $0$, so that the start is pure noise.
 #
 # | Symbol | Meaning |
 # | --- | --- |
@@ -775,7 +775,7 @@ for steps in (1, 5, 50):
 # | `DDIM`、`ddim_timesteps`、`ddim_turns` 与 `ddim_step` | `scheduling_ddim_cogvideox.py`，`set_timesteps` 与 `step` |
 # | `straighten` | 没有 |
 #
-# **还缺什么**：三阶的走法、带随机噪声的走法（CogVideoX 的 DPM 就是）会被拒绝。步数不整除 1000 时，diffusers 的 DDIM 每步停得略偏，直路不偏，两边便不再一位不差。
+# **还缺什么**：三阶的走法、带随机噪声的走法（CogVideoX 的 DPM 就是）会被拒绝。步数不整除 1000 时，直路和 diffusers 的 DDIM 不再相等，因为它的每一步停得略偏。
 #
 # ## 三个问题
 #
@@ -783,7 +783,7 @@ for steps in (1, 5, 50):
 # 2. 修改：UniPC 只改上一步，不往前看（填 $\hat x_0$ 本身），还剩下多少好处？
 # 3. 动手：在直路上换第 02 章的 Heun。同样的网络调用次数，误差小多少？
 
-# %% [markdown] lang="en" twin="7dcb8a69"
+# %% [markdown] lang="en" twin="e43bff37"
 # Is CogVideoX a rectified flow, then? Its sampler is: arc and chord differ by a known factor. Its network is not: it hears a training step and speaks $v$.
 #
 # ## Where this lives in diffusers
@@ -796,7 +796,7 @@ for steps in (1, 5, 50):
 # | `DDIM`, `ddim_timesteps`, `ddim_turns` and `ddim_step` | `scheduling_ddim_cogvideox.py`, `set_timesteps` and `step` |
 # | `straighten` | nowhere |
 #
-# **What is missing:** ways of third order, and those with fresh noise (CogVideoX's DPM is one), are refused. Where steps do not divide 1000, diffusers' DDIM stops a little off and the straight road does not.
+# **What is missing:** ways of third order, and those with fresh noise (CogVideoX's DPM is one), are refused. Where steps do not divide 1000, the straight road and diffusers' DDIM no longer agree: each of its steps stops a little off.
 #
 # ## Three questions
 #
@@ -814,7 +814,7 @@ assert sum(turn for _, turn in ddim_turns(ddims["2B"], 7)) < sum(turn for _, tur
 
 
 # %% tags=["solution"]
-# 2 · nearly all of it: mending alone is of second order, four times the error with both
+# 2 · most of it: still second order, with four times the error
 def only_mends(velocity: Callable, x: Tensor, sigma: float, sigma_next: float, history: tuple = ()) -> Step:
     v, now = look(velocity, x, sigma)
     start, *known = history or (x,)
@@ -839,21 +839,21 @@ assert left["heun"] < left["euler"] / 2
 # %% [markdown] lang="zh"
 # ## 小结
 #
-# - 在直路上，一步是 $x$ 和数据的混合；走法不同，只是填进去的 $D$ 不同。
+# - 在直路上，一步是 $x$ 和数据的混合；走法不同，主要是填进去的 $D$ 不同。
 # - DPM-Solver++ 沿 $\lambda$ 把上一眼往前延半步；UniPC 到站之后再用新的一眼把上一步改好。
-# - 哪种走法好，要看站点和网络：均匀的站上，第 02 章的多步法更准；四步、移位之后，它最差。
+# - 哪种走法好，要看站和网络：均匀的站上，第 02 章的多步法更准；四步、移位之后，它最差。
 # - v-prediction 是弧的切线，DDIM 的一步就是转一个角；除以 $\cos\varphi + \sin\varphi$，弧线变成直路，DDIM 变成欧拉法。
-# - 三种走法都和 diffusers 一步一步对得上；没写过的设置一律拒绝。
+# - 三种走法走到终点都和 diffusers 相等（DDIM：步数整除 1000 时）；没写过的设置一律拒绝。
 #
 # 阅读卡片：Sana（[`papers/07_sana`](../../papers/07_sana.zh.md)）、CogVideoX（[`papers/08_cogvideox`](../../papers/08_cogvideox.zh.md)）。下一章：24。
 
-# %% [markdown] lang="en" twin="cd5d64a4"
+# %% [markdown] lang="en" twin="87299f50"
 # ## Recap
 #
-# - On the straight road a step blends $x$ with data; ways of walking differ in the $D$ that they fill in, and in nothing else.
+# - On the straight road a step blends $x$ with data; ways of walking differ mainly in the $D$ that they fill in.
 # - DPM-Solver++ extends the last look half a step ahead along $\lambda$; UniPC mends the step before with the look at its end.
 # - Which way is best depends on stations and network: on even ones chapter 02's multistep is closer, with four shifted steps it is the worst.
 # - v-prediction is the arc's tangent and a step of DDIM a turn; divided by $\cos\varphi + \sin\varphi$ the arc is the straight road, and DDIM is Euler.
-# - All three agree with diffusers step by step; settings that are not built are refused.
+# - All three end where diffusers ends (DDIM: where the steps divide 1000); settings that are not built are refused.
 #
 # Reading cards: Sana ([`papers/07_sana`](../../papers/07_sana.en.md)), CogVideoX ([`papers/08_cogvideox`](../../papers/08_cogvideox.en.md)). Next: chapter 24.

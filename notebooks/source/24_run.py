@@ -103,9 +103,9 @@ assert [family.is_clip for family in FAMILIES.values()] == [False] * 3 + [True] 
 # %% [markdown] lang="zh"
 # ## 一个很小的世界
 #
-# 真实的权重和分词器这里都下载不到。`write_tiny` 于是让 diffusers 和 transformers 写下七个很小的流水线文件夹：权重随机，文本编码器各有一层两层，分词器用随引擎发布的那一个。从文字到图片，每一站都走到；有权重的机器上，同样的代码读同样格式的文件夹。
+# 真实的权重和分词器这里都下载不到。`write_tiny` 于是让 diffusers 和 transformers 写下七个很小的流水线文件夹：权重随机，文本编码器各有两三层，分词器用随引擎发布的那一个。从文字到图片，每一站都走到；有权重的机器上，同样的代码读同样格式的文件夹。
 
-# %% [markdown] lang="en" twin="fbdbf221"
+# %% [markdown] lang="en" twin="f477f221"
 # ## A very small world
 #
 # Neither real weights nor tokenizers can be fetched here. So `write_tiny` lets diffusers and transformers write seven very small pipeline folders: random weights, text encoders of two or three layers, and the tokenizer that ships with the engine. Every station from words to picture is passed; on a machine with weights the same code reads folders of the same kind.
@@ -125,13 +125,13 @@ for part in ("transformer", "vae", "text_encoder_3"):
 # %% [markdown] lang="zh"
 # ## 借来的零件
 #
-# 三类零件：文本编码器、变换器、VAE。谁先用到，谁先装；打开 `offload`，要用下一件时先放手上一件，内存里从来只有一件。于是最大的一件说了算，而不是总和：
+# 三类零件：文本编码器、变换器、VAE。谁先用到，谁先装；打开 `offload`，要用下一件时先放掉手上那件，内存里从来只有一件。于是最大的一件说了算，而不是总和：
 #
 # $$M_{\mathrm{kept}} = \sum_i w_i + \max_i a_i, \qquad M_{\mathrm{offload}} = \max_i\,(w_i + a_i)$$
 #
 # $w_i$ 是一件的权重，$a_i$ 是它工作时的激活值。
 
-# %% [markdown] lang="en" twin="062d855f"
+# %% [markdown] lang="en" twin="9824855f"
 # ## Borrowed parts
 #
 # Three kinds of parts: text encoders, transformer, VAE. Each is loaded when first used; with `offload` it is let go when the next is asked for, so that memory holds one at a time. Then the largest decides, and not the sum:
@@ -667,13 +667,13 @@ assert torch.equal(plain.latents, cross.latents)
 #
 # 下一章：附录 A1。
 
-# %% [markdown] lang="en" twin="f6896884"
+# %% [markdown] lang="en" twin="f68992c8"
 # ## Recap
 #
 # - What differs between families is one small class each; the loop is the one of chapter 10, and a clip is one axis more.
 # - Text encoders and VAE are borrowed from diffusers, the rest is ours; latents agree within $10^{-4}$, pictures within one level.
 # - Let go after use: memory is decided by the largest part, no bit changes, and the price is loading again.
 # - The bill is drawn up ahead: bytes for weights, denoising, decoding, and whether this machine can.
-# - Here are only very small random weights, read with the tokenizer that ships; real ones have not run.
+# - Only very small random weights have run here, with the tokenizer that ships; real ones have not.
 #
 # Next: appendix A1.
