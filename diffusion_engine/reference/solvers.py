@@ -107,7 +107,8 @@ def unipc_step(
     """
     v, now = look(velocity, x, sigma)
     start, *known = history or (x,)
-    looks, better = (now, *known), blend(start, behind((now, *known)), sigma / known[0].sigma) if known else x
+    looks = (now, *known)
+    better = blend(start, behind(looks), sigma / known[0].sigma) if known else x
     new = blend(better, ahead(looks[:2], sigma_next), sigma_next / sigma).to(x.dtype)
     return Step(new if out is None else out.copy_(new), v, (better, *looks[:2]))
 
@@ -124,7 +125,8 @@ FIXED = {  # class → its step, and the settings of which one value is built
         dpm_step,
         {"solver_order": 2, "solver_type": "midpoint", "algorithm_type": "dpmsolver++", "final_sigmas_type": "zero"}
         | {"num_train_timesteps": TRAIN_STEPS, "thresholding": False, "use_dynamic_shifting": False}
-        | {f"use_{name}": False for name in ("karras_sigmas", "exponential_sigmas", "beta_sigmas", "lu_lambdas")},
+        | {f"use_{name}": False for name in ("karras_sigmas", "exponential_sigmas", "beta_sigmas", "lu_lambdas")}
+        | FLOW,
     ),
 }
 IDLE = frozenset(  # of DPM: its old noise table, and what moves nothing where flow levels end at zero
@@ -156,26 +158,22 @@ def read_road(folder: Path, steps: int, num_tokens: int | None = None, grid: str
         raise ValueError(f"scheduler class {name!r} is not supported; try {' or '.join(FIXED)}")
     solver, fixed = FIXED[name]
     for key, value in fixed.items():
-        if key in config and config[key] != value:
-            raise ValueError(f"{name} with {key} = {config[key]!r} is not supported; only {value!r} is")
+        if (said := config.get(key, None if key in FLOW else value)) != value:
+            raise ValueError(f"{name} with {key} = {said!r} is not supported; only {value!r} is")
     if name != "DPMSolverMultistepScheduler":
         return Road(Schedule.from_config(config, steps, num_tokens, grid), solver)
-    for key, value in FLOW.items():
-        if config.get(key) != value:
-            raise ValueError(f"{name} with {key} = {config.get(key)!r} is not supported; only {value!r} is")
-    if unknown := [key for key in config if key[0] != "_" and key not in fixed | FLOW and key not in IDLE]:
-        raise ValueError(
-            f"{name} setting {unknown[0]} is unknown; known are {', '.join([*FLOW, *fixed, *sorted(IDLE)])}"
-        )
+    if unknown := [key for key in config if key[0] != "_" and key not in fixed and key not in IDLE]:
+        raise ValueError(f"{name} setting {unknown[0]} is unknown; known are {', '.join([*fixed, *sorted(IDLE)])}")
     return Road(dpm_schedule(steps, config.get("flow_shift", 1.0)), solver)
 
 
 def told_times(network: Callable, schedule: Schedule) -> Callable:
     """network(x, t, …) asked with t = 1000 · σ (B,), and told the schedule's own time of the nearest level instead."""
+    stations, times = TRAIN_STEPS * schedule.sigmas[:-1], schedule.timesteps
 
     def asked(x: Tensor, t: Tensor, *condition, **more) -> Tensor:
-        nearest = (TRAIN_STEPS * schedule.sigmas[:-1].to(t) - t.unsqueeze(1)).abs().argmin(dim=1)
-        return network(x, schedule.timesteps.to(t)[nearest], *condition, **more)
+        nearest = (stations.to(t) - t.unsqueeze(1)).abs().argmin(dim=1)
+        return network(x, times.to(t)[nearest], *condition, **more)
 
     return asked
 

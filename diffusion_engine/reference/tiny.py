@@ -145,7 +145,7 @@ def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
             parts[f"tokenizer{tail}"] = _tokenizer(CLIP_LENGTH if kind.startswith("CLIP") else 512)
         for part in parts.values():
             if isinstance(part, torch.nn.Module):
-                _draw_weights(part)
+                draw_weights(part)
     parts["scheduler"] = getattr(diffusers, family.scheduler)(**sizes.scheduler)
     kind = getattr(diffusers, family.pipeline)
     names = [p.name for p in inspect.signature(kind).parameters.values() if p.default in (p.empty, None)]
@@ -153,8 +153,8 @@ def write_tiny(name: str, folder: str | Path, seed: int = 0) -> Path:
     return Path(folder)
 
 
-def _draw_weights(module: torch.nn.Module) -> None:
-    """Every weight anew: a fresh one has zeros, which hide faults."""
+def draw_weights(module: torch.nn.Module) -> None:
+    """Every weight anew from the global generator, outputs of order one: a fresh model has zeros, which hide faults."""
     for weight in module.requires_grad_(False).parameters():
         weight.copy_(torch.randn(weight.shape) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
 

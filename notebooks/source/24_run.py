@@ -447,18 +447,18 @@ assert torch.equal(frugal.latents, results["flux"].latents)  # letting go change
 #
 # 跑之前就能算账：权重是参数个数乘字节数；去噪时最宽的一步约 $12\,D$ 个数一个词元（第 12 章）；解码时约有三张 256 通道的全尺寸特征图：
 #
-# $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot H W s$$
+# $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot F H W s$$
 #
-# 参数个数由 `recipes/models.py` 按各家的配置数出来；视频的 VAE 有的几帧几帧地解（Wan、CogVideoX），有的一次解完。
+# 参数个数由 `recipes/models.py` 按各家的配置数出来；$F$ 是一次解的帧数：视频的 VAE 有的几帧几帧地解（Wan、CogVideoX），有的一次解完。
 
-# %% [markdown] lang="en" twin="5781b9a9"
+# %% [markdown] lang="en" twin="39fabf75"
 # ## The books
 #
 # The bill can be drawn up ahead: weights are parameters times bytes; denoising takes about $12\,D$ numbers a token at its widest (chapter 12); decoding about three maps of 256 channels at full size:
 #
-# $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot H W s$$
+# $$a_{\mathrm{denoise}} \approx 12\, B\, D\, N\, s, \qquad a_{\mathrm{decode}} \approx 3 \cdot 256 \cdot F H W s$$
 #
-# The weights are counted by `recipes/models.py` from the configurations; some VAEs of clips decode a few frames at a time (Wan, CogVideoX), others all at once.
+# The weights are counted by `recipes/models.py` from the configurations; $F$ is the frames decoded at once: some VAEs of clips take a few at a time (Wan, CogVideoX), others all.
 
 
 # %% tags=["export", "hide"]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from diffusion_engine import reference
 from diffusion_engine.optimizations import Timing, ratio
 from diffusion_engine.optimizations import measure as take_turns
+from diffusion_engine.reference.tiny import draw_weights
 from recipes.bench.blocks import peak
 from recipes.bench.tools import STEPS, Bench, goal, kept, products, seconds_by_kind, shown, table
 
@@ -166,9 +167,8 @@ def both(name: str, dtype: str) -> tuple[nn.Module, nn.Module]:
     case, kind = CASES[name], getattr(torch, dtype)
     with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        theirs = getattr(diffusers, case.kind)(**case.sizes(*HEADS[dtype], DEPTH[dtype])).requires_grad_(False)
-        for weight in theirs.parameters():  # a fresh model has zeros, which hide differences
-            weight.copy_(torch.randn(weight.shape) / (weight[0].numel() if weight.ndim > 1 else 4) ** 0.5)
+        theirs = getattr(diffusers, case.kind)(**case.sizes(*HEADS[dtype], DEPTH[dtype]))
+        draw_weights(theirs)
         theirs.save_pretrained(Path(folder) / "transformer")
         ours = reference.drop_in(folder, dtype=kind)
         theirs = getattr(diffusers, case.kind).from_pretrained(f"{folder}/transformer", torch_dtype=kind)

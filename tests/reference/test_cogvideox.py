@@ -32,21 +32,6 @@ def their_sampler(**entries):
     return CogVideoXDDIMScheduler(**ENTRIES | entries)
 
 
-def known(ddim: DDIM, spread: float = 0.5):
-    """The best v-prediction for data N(0, spread²); t may be any whole steps, one a sample."""
-
-    def network(x, t):
-        angle = ddim.angles[t.long()].reshape(-1, *[1] * (x.ndim - 1)).float()
-        share = spread**2 / (spread**2 * angle.cos() ** 2 + angle.sin() ** 2)
-        return angle.cos() * (1 - share) / angle.sin() * x  # from x0 = share · cos φ · x = cos φ · x − sin φ · v
-
-    return network
-
-
-def on_the_road(flow):
-    return lambda y, s: flow(y, torch.full((len(y),), 1000 * s))
-
-
 # --- the network ---------------------------------------------------------------------------------------------------
 
 
